@@ -1,0 +1,36 @@
+# make train      train the byte GPT on two CPU processes, then prove the plan equal to one device
+# make check      style, types, and the tests that start no processes
+# make test       the covering subset of all tests
+# make test-all   everything; AREA=launch limits it to tests/test_launch*.py
+
+PYTHON := .venv/bin/python
+READY := .venv/.meshloom-ready
+EXAMPLE := examples/01_gpt_bytes.py
+PLAN := dp=2,microbatches=2
+AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
+
+.PHONY: train check test test-all
+.DELETE_ON_ERROR:
+
+train: $(READY)
+	$(PYTHON) -m meshloom train $(EXAMPLE) --plan $(PLAN) --devices cpu --out runs/gpt_bytes
+	$(PYTHON) -m meshloom verify $(EXAMPLE) --plan $(PLAN) --devices cpu --steps 3
+
+check: $(READY)
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m pyright
+	$(PYTHON) -m pytest -m "not processes and not slow"
+
+test: $(READY)
+	$(PYTHON) -m pytest -m "not slow"
+
+test-all: $(READY)
+	$(if $(AREA),$(if $(AREA_FILES),,$(error AREA=$(AREA): there is no tests/test_$(AREA)*.py)))
+	$(PYTHON) -m pytest $(if $(AREA),$(AREA_FILES))
+
+# The environment: made once, and again when what it is made from changes.
+$(READY): pyproject.toml constraints.txt
+	test -x $(PYTHON) || python3 -m venv .venv
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

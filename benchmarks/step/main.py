@@ -1,0 +1,200 @@
+"""Seconds per training step of the benchmark GPT on two CPU ranks over Gloo: meshloom, DDP and FSDP2 side by side.
+
+    python benchmarks/step/main.py --json -
+
+One pair of processes with one thread each hosts all three systems, so that they meet the same machine. They are timed in
+turns: a round is a few steps of each, and the order of the systems is reversed from round to round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import loss, make_data, make_model, make_optimizer
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import meshloom as ml
+
+RANKS = 2
+Step = Callable[[], float]  # one step; the loss of the whole batch (meshloom) or of this rank's share (the others)
+Prepare = Callable[[], Step]  # read the next batch, which is not timed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 16], help="global batch sizes")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each system in a round")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        run_rank(arguments)
+        return 0
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory, "records.json")
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(RANKS)]
+        words = ["--batches", *map(str, arguments.batches), "--rounds", str(arguments.rounds), "--steps", str(arguments.steps), "--json", str(output)]
+        code = subprocess.run([*launch, __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        if code:
+            return code
+        records = [json.loads(line) for line in output.read_text().splitlines()]
+    report(records, arguments.json)
+    return 0
+
+
+def report(records: list[dict[str, Any]], target: str | None) -> None:
+    """Records as JSON lines to `target`, and the ratios to standard error."""
+    lines = "".join(json.dumps({key: value for key, value in record.items() if key != "rounds"}) + "\n" for record in records)
+    if target == "-":
+        sys.stdout.write(lines)
+    elif target:
+        Path(target).write_text(lines)
+    for record in records:
+        ddp = next(other for other in records if other["mode"] == "ddp" and other["batch"] == record["batch"])
+        ratio = statistics.median(own / theirs for own, theirs in zip(record["rounds"], ddp["rounds"], strict=True))
+        seconds = record["seconds"]
+        print(
+            f"batch {record['batch']:3}  {record['system']:<12} {seconds['median'] * 1e3:8.1f} ms"
+            f" ({seconds['minimum'] * 1e3:.1f} to {seconds['maximum'] * 1e3:.1f})   {ratio:.3f} of ddp",
+            file=sys.stderr,
+        )
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """On each of the ranks: time all systems at all batch sizes; rank 0 writes the records."""
+    torch.set_num_threads(1)
+    with Path(arguments.json if os.environ["RANK"] == "0" else os.devnull).open("w") as file:
+        for batch_size in arguments.batches:
+            rounds = time_systems(batch_size, arguments.rounds, arguments.steps)
+            for (system, mode), seconds in rounds.items():
+                summary = {"median": statistics.median(seconds), "minimum": min(seconds), "maximum": max(seconds)}
+                record = {"system": system, "mode": mode, "ranks": RANKS, "batch": batch_size, "seconds": summary, "rounds": seconds}
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+
+
+def time_systems(batch_size: int, num_rounds: int, num_steps: int) -> dict[tuple[str, str], list[float]]:
+    """Seconds per step of each system in each round."""
+    total_steps = (num_rounds + 1) * num_steps  # the first round warms up
+    with ExitStack() as stack:
+        # meshloom goes first: it joins the ranks that torchrun started, and the peers use what is there.
+        prepare: dict[tuple[str, str], Prepare] = {("meshloom", "dp"): open_meshloom(batch_size, total_steps, stack)}
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+            stack.callback(dist.destroy_process_group)
+        prepare["torch ddp", "ddp"] = open_peer(wrap_ddp, batch_size, total_steps)
+        prepare["torch fsdp2", "fsdp2"] = open_peer(wrap_fsdp2, batch_size, total_steps)
+        seconds: dict[tuple[str, str], list[float]] = {system: [] for system in prepare}
+        for number in range(num_rounds + 1):
+            losses = {}
+            for system in list(prepare)[:: -1 if number % 2 else 1]:
+                duration, losses[system] = time_round(prepare[system], num_steps)
+                if number:
+                    seconds[system].append(duration)
+            if number == 0:
+                check_equal(losses)
+    assert torch.get_num_threads() == 1, "a system changed the number of threads"
+    return seconds
+
+
+def time_round(prepare: Prepare, num_steps: int) -> tuple[float, float]:
+    """Seconds per step of the slowest rank, and the first loss averaged over the ranks."""
+    duration, losses = 0.0, []
+    for _ in range(num_steps):
+        step = prepare()
+        dist.barrier()
+        started = time.perf_counter()
+        losses.append(step())
+        duration += time.perf_counter() - started
+    slowest, first = torch.tensor(duration / num_steps), torch.tensor(losses[0])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(first)
+    return slowest.item(), first.item() / RANKS
+
+
+def check_equal(losses: dict[tuple[str, str], float]) -> None:
+    """All systems start from the same parameters and samples, so the first loss is the same up to rounding."""
+    for system, value in losses.items():
+        torch.testing.assert_close(value, losses["torch ddp", "ddp"], rtol=1e-5, atol=0.0, msg=lambda text, system=system: f"{system}: {text}")
+
+
+def open_meshloom(batch_size: int, num_steps: int, stack: ExitStack) -> Prepare:
+    """The job as its documentation says, stepped by hand."""
+    job = ml.Job(
+        model=make_model,
+        loss=loss,
+        optimizer=make_optimizer,
+        data=lambda: make_data(batch_size * num_steps),
+        batch_size=batch_size,
+        steps=num_steps,
+        shuffle=False,
+    )
+    trainer = stack.enter_context(ml.Trainer(job, f"dp={RANKS}", devices="cpu"))
+    batches = trainer.batches()
+    stack.callback(batches.close)
+
+    def prepare() -> Step:
+        batch = next(batches)
+        return lambda: trainer.step(batch)
+
+    return prepare
+
+
+def open_peer(wrap: Callable[[torch.nn.Module], torch.nn.Module], batch_size: int, num_steps: int) -> Prepare:
+    """The usual loop around a wrapped model; each rank reads its part of the same samples."""
+    model = wrap(make_model())
+    optimizer = make_optimizer(list(model.named_parameters()))
+    batches = shares(batch_size, num_steps)
+
+    def step(batch: list[Tensor]) -> float:
+        optimizer.zero_grad()
+        value = loss(model, batch)
+        value.backward()
+        optimizer.step()
+        return value.item()
+
+    def prepare() -> Step:
+        batch = next(batches)
+        return lambda: step(batch)
+
+    return prepare
+
+
+def wrap_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    """DDP, with the option that its documentation names for saving a copy of the gradients."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def wrap_fsdp2(model: torch.nn.Module) -> torch.nn.Module:
+    """FSDP2: every block, then the rest."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def shares(batch_size: int, num_steps: int) -> Iterator[list[Tensor]]:
+    """This rank's contiguous share of every batch."""
+    data = make_data(batch_size * num_steps).tensors[0]
+    for whole in data.split(batch_size):
+        yield [whole.chunk(RANKS)[dist.get_rank()]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

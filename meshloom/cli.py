@@ -1,0 +1,186 @@
+"""The command line: text becomes values, one call is made, the result becomes text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+
+from meshloom.errors import JobError, MeshloomError, PlanError
+from meshloom.job import Job
+from meshloom.jobfile import check_target, load_job
+from meshloom.launch import choose_devices, default_ranks, is_rank, report_failure, run_ranks
+from meshloom.plan import Plan
+from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
+from meshloom.trainer import Listener, Progress, Summary, Trainer
+from meshloom.verify.report import print_report
+from meshloom.verify.run import verify
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0 done, 1 the run failed, 2 the request was wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words)
+    if is_rank():
+        try:
+            return _run_here(arguments)
+        except BaseException as error:
+            return report_failure(error)
+    try:
+        check_target(arguments.target)
+        plan = _plan(arguments)
+        kind, _ = choose_devices(plan.mesh, arguments.devices)
+        if kind in ("cuda", "cpu") and plan.mesh.size > 1:
+            return run_ranks([sys.executable, "-m", "meshloom", *words], plan.mesh, kind, str(plan))
+        return _run_here(arguments)
+    except KeyboardInterrupt:
+        print("meshloom: interrupted", file=sys.stderr)
+        return 130
+    except BaseException as error:
+        return report_failure(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshloom", description="Train a single-device PyTorch job on many devices, and prove that the result is the same.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify")
+    train = verbs.add_parser("train", help="train a job under a plan")
+    verify = verbs.add_parser("verify", help="run a job under a plan and on one device, and compare")
+    for verb in (train, verify):
+        verb.add_argument("target", metavar="FILE.py[:NAME]", help="the file that holds the job; NAME is a Job or a function that returns one (default: job)")
+        verb.add_argument("--plan", help="like dp=4,microbatches=2 (default: one replica per GPU, or dp=1)")
+        verb.add_argument("--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)")
+        verb.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long a rank waits for another (default: 600)")
+        verb.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
+    train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
+    train.add_argument("--out", metavar="DIR", help="write checkpoints here")
+    train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")
+    verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
+    verify.add_argument("--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)")
+    return parser
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    return Plan.parse(arguments.plan) if arguments.plan else Plan(dp=default_ranks(arguments.devices))
+
+
+def _run_here(arguments: argparse.Namespace) -> int:
+    if arguments.steps is not None and arguments.steps < 1:
+        raise PlanError(f"--steps {arguments.steps} must be 1 or more.")
+    job = load_job(arguments.target)
+    if job is None:
+        print(f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it.", file=sys.stderr)
+        return 0
+    with ExitStack() as stack:
+        records = _Records(arguments.json, stack)
+        terminal = Terminal(Console(stderr=arguments.json == "-"))
+        return (_train if arguments.verb == "train" else _verify)(arguments, job, terminal, records)
+
+
+def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
+    listener = Listener()
+    plan = _plan(arguments)
+    with Trainer(
+        job,
+        plan,
+        devices=arguments.devices,
+        steps=arguments.steps,
+        out=arguments.out,
+        resume=arguments.resume,
+        timeout_seconds=arguments.timeout,
+        listener=listener,
+    ) as trainer:
+        if trainer.world.main:
+            _announce(trainer, terminal, records)
+            listener.step = lambda progress: _tell_progress(progress, terminal, records)
+            listener.evaluated = lambda step, metrics: _tell_evaluation(step, metrics, terminal, records)
+            listener.saved = lambda step, path: _tell_saved(step, path, terminal, records)
+            listener.note = terminal.event
+        summary = trainer.fit()
+        if trainer.world.main:
+            _tell_summary(summary, terminal, records)
+    return 0
+
+
+def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
+    job, plan = trainer.job, trainer.plan
+    parameters = sum(parameter.numel() for parameter in trainer.replicas[0].model.parameters())
+    name = type(trainer.replicas[0].model).__name__
+    terminal.start(f"plan {plan} on {trainer.world.why}")
+    per_replica = f"{plan.dp} replica{'s' if plan.dp > 1 else ''} x {plan.microbatches} chunk{'s' if plan.microbatches > 1 else ''}"
+    start = f", from step {trainer.next_step}" if trainer.next_step else ""
+    terminal.start(f"{name}, {parameters:,} parameters; batches of {job.batch_size} samples over {per_replica}; {trainer.steps} steps{start}")
+    records.write(
+        "start", plan=str(plan), devices=trainer.world.kind, why=trainer.world.why, model=name, parameters=parameters,
+        batch_size=job.batch_size, steps=trainer.steps, step=trainer.next_step,
+    )  # fmt: skip
+
+
+def _tell_progress(progress: Progress, terminal: Terminal, records: _Records) -> None:
+    shown = {key: value for key, value in asdict(progress).items() if key not in ("gradient_norm", "learning_rates")}
+    terminal.step(progress_text(**shown), last=progress.step == progress.steps)
+    records.write("step", **asdict(progress))
+
+
+def _tell_evaluation(step: int, metrics: dict[str, float], terminal: Terminal, records: _Records) -> None:
+    terminal.event(evaluation_text(step, metrics))
+    records.write("evaluation", step=step, metrics=metrics)
+
+
+def _tell_saved(step: int, path: Path, terminal: Terminal, records: _Records) -> None:
+    terminal.event(saved_text(step, path))
+    records.write("checkpoint", step=step, path=str(path))
+
+
+def _tell_summary(summary: Summary, terminal: Terminal, records: _Records) -> None:
+    terminal.event(f"{summary.steps} steps in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}")
+    terminal.bytes_table(summary.predicted, summary.counted)
+    terminal.time_line(summary.shares)
+    records.write(
+        "end", steps=summary.steps, seconds=summary.seconds, first_loss=summary.first_loss, last_loss=summary.last_loss, evaluation=summary.evaluation,
+        bytes={"predicted": summary.predicted.bytes, "counted": summary.counted.bytes}, time=asdict(summary.shares),
+        checkpoint=str(summary.checkpoint) if summary.checkpoint else None,
+    )  # fmt: skip
+
+
+def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
+    dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
+    report = verify(job, _plan(arguments), devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout)
+    if report is None:  # the process of another rank: rank 0 reports
+        return 0
+    print_report(report, Console(stderr=arguments.json == "-"))
+    for record in report.records():
+        records.write(**record)
+    return 0 if report.passed else 1
+
+
+class _Records:
+    """JSON lines, one per event, or nothing. The file is opened by the first line, so only the process that reports makes it."""
+
+    def __init__(self, path: str | None, stack: ExitStack) -> None:
+        self._path = path
+        self._stack = stack
+        self._stream: TextIO | None = None
+
+    def write(self, event: str, **values: Any) -> None:
+        if self._path is None:
+            return
+        if self._stream is None:
+            self._stream = self._open(self._path)
+        self._stream.write(json.dumps({"event": event, **values}) + "\n")
+        self._stream.flush()
+
+    def _open(self, path: str) -> TextIO:
+        if path == "-":
+            return sys.stdout
+        try:
+            return self._stack.enter_context(Path(path).open("w", encoding="utf-8"))
+        except OSError as error:
+            raise JobError(f"--json {path} cannot be written: {error.strerror}. Give a file in a directory that exists, or - for standard output.") from None

@@ -1,0 +1,244 @@
+"""Groups over torch.distributed process groups: Gloo between CPU tensors, NCCL between CUDA tensors.
+
+Every operation starts asynchronously. What a backend lacks is put together from what it has: avg is a sum that is
+divided in `wait()`, a barrier is an all-reduce of one element.
+
+A rank that goes away. When its process ends, its connections close and operations under way fail everywhere. While
+it lives, `abort()` leaves a note in the group's store, which waiting ranks look at once a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.errors import CollectiveError, PeerLostError
+
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor")
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_NOTE = "meshloom/left"  # key in a group's store: the member that aborted
+_GLANCE = timedelta(seconds=1)
+
+# Fragments of what Gloo, NCCL and the store say, in lower case.
+_LOST = ("connection", "closed", "reset by peer", "broken pipe", "timed out", "timeout", "abort", "remote", "nccl", "socket", "store")
+_TIMED_OUT = ("timed out", "timeout")
+_UNEQUAL = ("op.preamble", "size mismatch", "must be same", "nbytes")
+
+
+class C10dGroup(Group):
+    """One process group.
+
+    process_group: of torch.distributed, this process being a member.
+    members: what to call each of its ranks in errors, like "rank 3 (dp=3)".
+    device: where a barrier's element lies; with a backend for both, tensors of any device can be handed in.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, members: Sequence[str], device: torch.device | None = None) -> None:
+        self._process_group = process_group
+        self._members = tuple(members)
+        self._device = device or torch.device("cpu")
+        self._aborted = False
+
+    @property
+    def rank(self) -> int:
+        return self._process_group.rank()
+
+    @property
+    def size(self) -> int:
+        return self._process_group.size()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        tensor = tensor.detach()
+        return self._start(
+            f"all_reduce of {_describe(tensor)}",
+            [tensor],
+            lambda: dist.all_reduce(tensor, _OPS[op], group=self._process_group, async_op=True),
+            (lambda: _divide(tensor, self.size)) if op == "avg" else None,
+        )
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        output, tensor = output.detach(), tensor.detach()
+        return self._start(
+            f"reduce_scatter of {_describe(tensor)}",
+            [output, tensor],
+            lambda: _reduce_scatter(output.view(-1), tensor.view(-1), op=_OPS[op], group=self._process_group, async_op=True),
+            (lambda: _divide(output, self.size)) if op == "avg" else None,
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        output, tensor = output.detach(), tensor.detach()
+        return self._start(
+            f"all_gather of {_describe(tensor)}",
+            [output, tensor],
+            lambda: _all_gather(output.view(-1), tensor.view(-1), group=self._process_group, async_op=True),
+        )
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+        output, tensor = output.detach(), tensor.detach()
+        return self._start(
+            f"all_to_all of {_describe(tensor)}",
+            [output, tensor],
+            lambda: dist.all_to_all_single(output, tensor, list(output_sizes), list(sizes), group=self._process_group, async_op=True),
+        )
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
+        tensor = tensor.detach()
+        targets = [output.detach() for output in outputs] if outputs is not None and self.rank == destination else None
+        return self._start(
+            f"gather of {_describe(tensor)} to {self._members[destination]}",
+            [tensor, *(targets or ())],
+            lambda: dist.gather(tensor, targets, group=self._process_group, group_dst=destination, async_op=True),
+        )
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
+        output = output.detach()
+        sent = [tensor.detach() for tensor in tensors] if tensors is not None and self.rank == source else None
+        return self._start(
+            f"scatter of {_describe(output)} from {self._members[source]}",
+            [output, *(sent or ())],
+            lambda: dist.scatter(output, sent, group=self._process_group, group_src=source, async_op=True),
+        )
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        tensor = tensor.detach()
+        return self._start(
+            f"broadcast of {_describe(tensor)} from {self._members[source]}",
+            [tensor],
+            lambda: dist.broadcast(tensor, group_src=source, group=self._process_group, async_op=True),
+        )
+
+    def send(self, tensor: Tensor, destination: int) -> Work:
+        tensor = tensor.detach()
+        what = f"send of {_describe(tensor)} to {self._members[destination]}"
+        return self._start(what, [tensor], lambda: dist.isend(tensor, group=self._process_group, group_dst=destination), glance=False)
+
+    def recv(self, tensor: Tensor, source: int) -> Work:
+        tensor = tensor.detach()
+        what = f"recv of {_describe(tensor)} from {self._members[source]}"
+        return self._start(what, [tensor], lambda: dist.irecv(tensor, group=self._process_group, group_src=source), glance=False)
+
+    def barrier(self) -> Work:
+        token = torch.zeros(1, device=self._device)
+
+        def arrive() -> None:
+            if token.is_cuda:  # a CUDA wait only orders streams
+                torch.cuda.current_stream(token.device).synchronize()
+
+        return self._start("barrier", [token], lambda: dist.all_reduce(token, group=self._process_group, async_op=True), arrive)
+
+    def abort(self) -> None:
+        if self._aborted:
+            return
+        self._aborted = True
+        with suppress(RuntimeError):  # the store went away with its host: everybody's connections have closed
+            self._process_group.get_group_store().set(_NOTE, self._members[self.rank])
+        if self._device.type == "cuda":
+            self._process_group.abort()  # NCCL kernels under way spin until told otherwise
+
+    def _start(
+        self,
+        what: str,
+        tensors: list[Tensor],
+        start: Callable[[], dist.Work | None],
+        finish: Callable[[], None] | None = None,
+        glance: bool = True,
+    ) -> Work:
+        """`finish` runs in the wait. glance: whether the wait may look up from time to time (waiting for a message again is not possible)."""
+        with self._explained(what):
+            self._check_aborted(what)
+            work = start()
+        if work is None:
+            raise CollectiveError(f"{self._members[self.rank]} takes no part in {what}.")
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        return _C10dWork(self, work, what, tensors, finish, glance and on_cpu)
+
+    def wait_for(self, work: dist.Work, what: str, glance: bool) -> None:
+        """Wait for an operation of this group, looking at the store for a rank that left if `glance`."""
+        with self._explained(what):
+            while glance:
+                self._check_aborted(what)
+                try:
+                    work.wait(_GLANCE)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        raise  # the operation itself failed; otherwise only the glance is due
+                    if left := self._who_left():
+                        raise PeerLostError(f"{self._members[self.rank]} lost {left}, which has aborted, in {what}.") from None
+            self._check_aborted(what)
+            work.wait()
+
+    def _check_aborted(self, what: str) -> None:
+        if self._aborted:
+            raise PeerLostError(f"{self._members[self.rank]} has aborted its group: {what} cannot run.")
+
+    def _who_left(self) -> str | None:
+        try:
+            store = self._process_group.get_group_store()
+            return store.get(_NOTE).decode() if store.check([_NOTE]) else None
+        except RuntimeError:
+            return None
+
+    @contextmanager
+    def _explained(self, what: str) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).lower()
+            here = self._members[self.rank]
+            if any(fragment in text for fragment in _UNEQUAL):
+                raise CollectiveError(f"{what} on {here} met another operation or size on another rank: {_first_line(error)}") from error
+            if not any(fragment in text for fragment in _LOST):
+                raise
+            others = [member for member in self._members if member != here]
+            peer = self._who_left() or (others[0] if len(others) == 1 else f"one of {', '.join(others)}")
+            how = "waited too long for" if any(fragment in text for fragment in _TIMED_OUT) else "lost"
+            raise PeerLostError(f"{here} {how} {peer} in {what}: {_first_line(error)}") from error
+
+
+class _C10dWork(Work):
+    def __init__(self, group: C10dGroup, work: dist.Work, what: str, tensors: list[Tensor], finish: Callable[[], None] | None, glance: bool) -> None:
+        self._group, self._work, self._what, self._glance = group, work, what, glance
+        self._tensors = tensors  # kept alive while the backend uses their memory
+        self._finish = finish
+        self._done = False
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        self._group.wait_for(self._work, self._what, self._glance)
+        if self._finish:
+            self._finish()
+        self._done = True
+        self._tensors = []
+
+
+def _divide(total: Tensor, count: int) -> None:
+    total.copy_(total / count)
+
+
+def _describe(tensor: Tensor) -> str:
+    size, unit = tensor.nbytes, "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"
+
+
+def _first_line(error: Exception) -> str:
+    """What the backend said, without the place in its source and its advice."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if line.startswith("["):
+        line = line.partition("] ")[2] or line
+    return line.partition(". ")[0].rstrip(".") + "."

@@ -1,0 +1,112 @@
+"""A group that counts what goes through it: calls, bytes and blocked seconds of every kind of operation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one rank spent on one kind of operation.
+
+    calls: operations started.
+    bytes: payload that this rank handed in (of a scatter, the source alone hands in; a receiver hands in nothing).
+    seconds: time for which the caller was held up, starting and waiting; not the time for which the operation was under way.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.calls + other.calls, self.bytes + other.bytes, self.seconds + other.seconds)
+
+    def __sub__(self, other: Count) -> Count:
+        return Count(self.calls - other.calls, self.bytes - other.bytes, self.seconds - other.seconds)
+
+
+class RecordedGroup(Group):
+    """Does what `group` does, and adds it up in `counts`, by the name of the method.
+
+    >>> from meshloom.comm.simulated import simulated_groups
+    >>> import torch
+    >>> recorded = RecordedGroup(simulated_groups(1)[0], "dp")
+    >>> recorded.all_reduce(torch.ones(3)).wait()
+    >>> recorded.counts["all_reduce"].calls, recorded.counts["all_reduce"].bytes
+    (1, 12)
+    """
+
+    def __init__(self, group: Group, axis: Axis) -> None:
+        self.group = group
+        self.axis: Axis = axis
+        self.counts: dict[str, Count] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return self._start("all_reduce", tensor.nbytes, lambda: self.group.all_reduce(tensor, op))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return self._start("reduce_scatter", tensor.nbytes, lambda: self.group.reduce_scatter(output, tensor, op))
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        return self._start("all_gather", tensor.nbytes, lambda: self.group.all_gather(output, tensor))
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+        return self._start("all_to_all", tensor.nbytes, lambda: self.group.all_to_all(output, tensor, output_sizes, sizes))
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
+        return self._start("gather", tensor.nbytes, lambda: self.group.gather(outputs, tensor, destination))
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
+        handed_in = sum(tensor.nbytes for tensor in tensors or ())
+        return self._start("scatter", handed_in, lambda: self.group.scatter(output, tensors, source))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self._start("broadcast", tensor.nbytes, lambda: self.group.broadcast(tensor, source))
+
+    def send(self, tensor: Tensor, destination: int) -> Work:
+        return self._start("send", tensor.nbytes, lambda: self.group.send(tensor, destination))
+
+    def recv(self, tensor: Tensor, source: int) -> Work:
+        return self._start("recv", 0, lambda: self.group.recv(tensor, source))
+
+    def barrier(self) -> Work:
+        return self._start("barrier", 0, self.group.barrier)
+
+    def abort(self) -> None:
+        self.group.abort()
+
+    def _start(self, name: str, num_bytes: int, start: Callable[[], Work]) -> Work:
+        began = time.perf_counter()
+        work = start()
+        self._add(name, Count(1, num_bytes, time.perf_counter() - began))
+        return _RecordedWork(work, lambda seconds: self._add(name, Count(seconds=seconds)))
+
+    def _add(self, name: str, count: Count) -> None:
+        self.counts[name] = self.counts.get(name, Count()) + count
+
+
+class _RecordedWork(Work):
+    def __init__(self, work: Work, add_seconds: Callable[[float], None]) -> None:
+        self._work, self._add_seconds = work, add_seconds
+
+    def wait(self) -> None:
+        began = time.perf_counter()
+        try:
+            self._work.wait()
+        finally:
+            self._add_seconds(time.perf_counter() - began)

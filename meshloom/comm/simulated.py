@@ -1,0 +1,192 @@
+"""Groups of ranks that live in one process: an operation is done when the last rank has started it.
+
+Nothing is sent. The tensors that the ranks handed in may lie on different devices (one process over several GPUs); sums
+are taken in rank order on the first rank's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.turns import Turns
+from meshloom.errors import CollectiveError, PeerLostError
+
+
+def simulated_groups(size: int, turns: Turns | None = None) -> list[SimulatedGroup]:
+    """One connected group, as seen by each of its `size` ranks."""
+    meeting = _Meeting(size, turns or Turns())
+    return [SimulatedGroup(meeting, rank) for rank in range(size)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    arguments: tuple[Any, ...]  # equal on all ranks, or the call is a mistake
+    tensors: Any  # this rank's own
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(str(argument) for argument in self.arguments)})"
+
+
+class _Meeting:
+    """Where the calls of all ranks come together."""
+
+    def __init__(self, size: int, turns: Turns) -> None:
+        self.size = size
+        self.turns = turns
+        self.aborted = False
+        self.started = [0] * size
+        self.open: dict[int, list[_Call | None]] = {}
+        self.mail: dict[tuple[int, int], list[Tensor]] = {}  # (source, destination) -> sent, not yet received
+
+    def join(self, rank: int, call: _Call, run: Callable[[list[Any]], None]) -> Work:
+        """Add a rank's call to its number; the last rank to come runs it."""
+        if self.aborted:
+            raise PeerLostError("Another rank of this group has aborted.")
+        number = self.started[rank]
+        self.started[rank] += 1
+        calls = self.open.setdefault(number, [None] * self.size)
+        calls[rank] = call
+        for other, theirs in enumerate(calls):
+            if theirs and (theirs.name, theirs.arguments) != (call.name, call.arguments):
+                raise CollectiveError(f"Operation {number} differs: rank {other} calls {theirs}, rank {rank} calls {call}.")
+        if None not in calls:
+            with torch.no_grad():
+                run([theirs.tensors for theirs in calls if theirs])
+            del self.open[number]
+        return _SimulatedWork(self, rank, lambda: number not in self.open, lambda: self._missing(number))
+
+    def _missing(self, number: int) -> str:
+        calls = self.open[number]
+        here = next(call for call in calls if call)
+        absent = [rank for rank, call in enumerate(calls) if call is None]
+        return f"{here} waits for rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}, which will not come."
+
+
+class _SimulatedWork(Work):
+    def __init__(self, meeting: _Meeting, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        self._meeting, self._rank, self._ready, self._what = meeting, rank, ready, what
+
+    def wait(self) -> None:
+        if self._ready():
+            return
+        if self._meeting.turns.active:
+            self._meeting.turns.wait_for(self._ready, self._what)
+        else:
+            raise CollectiveError(self._what())
+
+
+class SimulatedGroup(Group):
+    """One rank's view of a group inside this process."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._meeting.size
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        def run(tensors: list[Tensor]) -> None:
+            total = _reduce(tensors, op)
+            for each in tensors:
+                each.copy_(total)
+
+        return self._join("all_reduce", (tuple(tensor.shape), tensor.dtype, op), tensor, run)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        def run(pairs: list[tuple[Tensor, Tensor]]) -> None:
+            for slice_, (mine, _) in zip(_reduce([each for _, each in pairs], op).view(self.size, -1), pairs, strict=True):
+                mine.view(-1).copy_(slice_)
+
+        return self._join("reduce_scatter", (tensor.numel(), tensor.dtype, op), (output, tensor), run)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        def run(pairs: list[tuple[Tensor, Tensor]]) -> None:
+            for mine, _ in pairs:
+                for slice_, (_, theirs) in zip(mine.view(self.size, -1), pairs, strict=True):
+                    slice_.copy_(theirs.view(-1))
+
+        return self._join("all_gather", (tensor.numel(), tensor.dtype), (output, tensor), run)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+        def run(calls: list[tuple[Tensor, Tensor, Sequence[int], Sequence[int]]]) -> None:
+            sent = [theirs.split(list(counts)) for _, theirs, _, counts in calls]
+            for rank, (mine, _, expected, _) in enumerate(calls):
+                received = [parts[rank] for parts in sent]
+                if [part.numel() for part in received] != list(expected):
+                    raise CollectiveError(f"all_to_all: rank {rank} expects {list(expected)} elements and is sent {[part.numel() for part in received]}.")
+                torch.cat([part.to(mine.device) for part in received], out=mine) if mine.numel() else None
+
+        return self._join("all_to_all", (tensor.dtype,), (output, tensor, output_sizes, sizes), run)
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
+        def run(calls: list[tuple[Sequence[Tensor] | None, Tensor]]) -> None:
+            for target, (_, theirs) in zip(calls[destination][0] or (), calls, strict=True):
+                target.copy_(theirs)
+
+        return self._join("gather", (tuple(tensor.shape), tensor.dtype, destination), (outputs, tensor), run)
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
+        def run(calls: list[tuple[Tensor, Sequence[Tensor] | None]]) -> None:
+            for (mine, _), theirs in zip(calls, calls[source][1] or (), strict=True):
+                mine.copy_(theirs)
+
+        return self._join("scatter", (tuple(output.shape), output.dtype, source), (output, tensors), run)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        def run(tensors: list[Tensor]) -> None:
+            for each in tensors:
+                if each is not tensors[source]:
+                    each.copy_(tensors[source])
+
+        return self._join("broadcast", (tuple(tensor.shape), tensor.dtype, source), tensor, run)
+
+    def barrier(self) -> Work:
+        return self._join("barrier", (), None, lambda _: None)
+
+    def send(self, tensor: Tensor, destination: int) -> Work:
+        self._meeting.mail.setdefault((self._rank, destination), []).append(tensor.clone())
+        return _SimulatedWork(self._meeting, self._rank, lambda: True, str)
+
+    def recv(self, tensor: Tensor, source: int) -> Work:
+        mail = self._meeting.mail.setdefault((source, self._rank), [])
+
+        def ready() -> bool:
+            if mail and not done:
+                tensor.copy_(mail.pop(0))
+                done.append(True)
+            return bool(done)
+
+        done: list[bool] = []
+        return _SimulatedWork(self._meeting, self._rank, ready, lambda: f"rank {self._rank} waits for a message that rank {source} will not send.")
+
+    def abort(self) -> None:
+        self._meeting.aborted = True
+
+    def _join(self, name: str, arguments: tuple[Any, ...], tensors: Any, run: Callable[[list[Any]], None]) -> Work:
+        return self._meeting.join(self._rank, _Call(name, arguments, tensors), run)
+
+
+def _reduce(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    total = tensors[0].clone()
+    for other in tensors[1:]:
+        other = other.to(total.device)
+        if op in ("sum", "avg"):
+            total += other
+        elif op == "max":
+            torch.maximum(total, other, out=total)
+        else:
+            torch.minimum(total, other, out=total)
+    return total / len(tensors) if op == "avg" else total

@@ -1,0 +1,121 @@
+"""Ranks of one process take turns: each runs alone until it waits for the others.
+
+Two ways, both deterministic and free of deadlock:
+
+    run_in_steps    a rank is a generator; `yield` means "all ranks come here before any goes on". One thread.
+
+                    rank 0   compute, start -> yield         wait, update -> return
+                    rank 1                  compute, start -> yield       wait, update -> return
+
+    Turns.run       a rank is a function that waits in the middle of its work (batch statistics inside a forward). Each
+                    has a thread, exactly one of them runs at any time, and a wait hands over to the next rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+from meshloom.errors import CollectiveError
+from meshloom.random import preserved_draws
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+
+def run_in_steps(ranks: Sequence[Steps[T]], advance: Callable[[Sequence[Steps[T]]], list[tuple[bool, Any]]] | None = None) -> list[T]:
+    """Advance every generator to its next yield, in rank order, until all have returned; their results.
+
+    `advance` replaces how one round is run. Raises `CollectiveError` if one returns while others still wait.
+
+    >>> def rank(number):
+    ...     yield
+    ...     return number * 10
+    >>> run_in_steps([rank(0), rank(1)])
+    [0, 10]
+    """
+    try:
+        while True:
+            round_ = advance(ranks) if advance else [advance_one(rank) for rank in ranks]
+            finished = [done for done, _ in round_]
+            if all(finished):
+                return [result for _, result in round_]
+            if any(finished):
+                raise CollectiveError(f"Rank {finished.index(True)} finished while rank {finished.index(False)} still waits for it.")
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def advance_one(rank: Steps[Any]) -> tuple[bool, Any]:
+    """Run to the next yield: (False, None), or (True, result) when it returned."""
+    try:
+        next(rank)
+    except StopIteration as stop:
+        return True, stop.value
+    return False, None
+
+
+class Turns:
+    """Functions that run one at a time and hand over when they wait."""
+
+    def __init__(self) -> None:
+        self._baton = threading.Condition()
+        self._running: list[int] = []  # ranks that have not returned, the one whose turn it is first
+        self._names: dict[int, int] = {}  # thread -> rank
+        self._failed: BaseException | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether the calling thread is one of the functions."""
+        return threading.get_ident() in self._names
+
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Run all to their end and return their results; the first exception ends all."""
+        results: list[Any] = [None] * len(functions)
+        self._running, self._names, self._failed = list(range(len(functions))), {}, None
+
+        def body(rank: int) -> None:
+            self._names[threading.get_ident()] = rank
+            try:
+                self._await_turn(rank)
+                results[rank] = functions[rank]()
+            except BaseException as error:
+                with self._baton:
+                    self._failed = self._failed or error
+                    self._baton.notify_all()
+            finally:
+                with self._baton:
+                    self._running.remove(rank)
+                    self._baton.notify_all()
+                del self._names[threading.get_ident()]
+
+        threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(len(functions))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failed:
+            raise self._failed
+        return results
+
+    def wait_for(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Let the others run until `ready()`. Raises `CollectiveError` with `what()` when none of them can make it so."""
+        rank = self._names[threading.get_ident()]
+        with preserved_draws():
+            for _ in range(len(self._running) + 1):
+                if ready():
+                    return
+                with self._baton:
+                    self._running.append(self._running.pop(0))
+                    self._baton.notify_all()
+                self._await_turn(rank)
+        if not ready():
+            raise CollectiveError(what())
+
+    def _await_turn(self, rank: int) -> None:
+        with self._baton:
+            self._baton.wait_for(lambda: self._failed or self._running[0] == rank)
+            if self._failed:
+                raise CollectiveError(f"Rank {rank} ends because another rank failed.") from self._failed

@@ -1,0 +1,121 @@
+"""Small Python values between ranks: each helper is a generator that yields where it waits for the others.
+
+Every rank of the group calls the same helper. Each yields twice whatever the values are: once for their sizes, once for
+their bytes. The tensors that travel lie on the CPU.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.errors import CollectiveError, DataError, MeshloomError
+
+
+def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
+    """Rank `source`'s JSON value, on every rank (what the others hand in is ignored). Tuples come back as lists, on the source too.
+
+    >>> from meshloom.comm.simulated import simulated_groups
+    >>> from meshloom.comm.turns import run_in_steps
+    >>> run_in_steps([share(group, {"step": 3} if group.rank == 0 else None) for group in simulated_groups(2)])
+    [{'step': 3}, {'step': 3}]
+    """
+    payload = _bytes(json.dumps(value).encode()) if group.rank == source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([payload.numel()])
+    work = group.broadcast(size, source)
+    yield
+    work.wait()
+    if group.rank != source:
+        payload = torch.empty(int(size), dtype=torch.uint8)
+    work = group.broadcast(payload, source)
+    yield
+    work.wait()
+    return json.loads(payload.numpy().tobytes())
+
+
+def collect(group: Group, value: Any) -> Steps[list[Any]]:
+    """Every rank's JSON value, in rank order, on every rank."""
+    payload = _bytes(json.dumps(value).encode())
+    sizes = torch.empty(group.size, dtype=torch.int64)
+    work = group.all_gather(sizes, torch.tensor([payload.numel()]))
+    yield
+    work.wait()
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8)  # an all_gather takes the same size from all
+    padded[: payload.numel()] = payload
+    gathered = torch.empty(group.size * longest, dtype=torch.uint8)
+    work = group.all_gather(gathered, padded)
+    yield
+    work.wait()
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(gathered.view(group.size, longest), sizes.tolist(), strict=True)]
+
+
+def agree(group: Group, facts: Mapping[str, Any], way_out: str = "", error: type[MeshloomError] = CollectiveError) -> Steps[None]:
+    """Raise `error` on every rank if a JSON fact of any rank differs from rank 0's; the message names the first such rank and fact.
+
+    way_out: a sentence that ends the message.
+    """
+    everyone = yield from collect(group, dict(facts))
+    for rank, theirs in enumerate(everyone):
+        for name in [*everyone[0], *(name for name in theirs if name not in everyone[0])]:
+            here, there = (json.dumps(known[name]) if name in known else "not there" for known in (theirs, everyone[0]))
+            if here != there:
+                raise error(f"Ranks disagree: {name} is {here} on rank {rank} and {there} on rank 0. {way_out}".rstrip())
+
+
+def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0) -> Steps[Any]:
+    """`values[rank]` of rank `source`, where the others pass None: any Python objects that can be pickled, tensors included.
+
+    Only ever between the ranks of one job, which trust each other. Raises `DataError` on the source for what cannot be pickled.
+    """
+    handed = group.rank == source
+    pickled = [_bytes(_pickled(value)) for value in values or ()] if handed else []
+    if handed and len(pickled) != group.size:
+        raise CollectiveError(f"scatter_objects of {len(pickled)} values to {group.size} ranks. Give one value per rank.")
+    size = torch.empty(1, dtype=torch.int64)
+    work = group.scatter(size, [torch.tensor([part.numel()]) for part in pickled] if handed else None, source)
+    yield
+    work.wait()
+    received = torch.empty(int(size), dtype=torch.uint8)
+    work = group.all_to_all(
+        received,
+        torch.cat(pickled) if handed else torch.empty(0, dtype=torch.uint8),
+        [int(size) if rank == source else 0 for rank in range(group.size)],
+        [part.numel() for part in pickled] if handed else [0] * group.size,
+    )
+    yield
+    work.wait()
+    return pickle.loads(received.numpy().tobytes())
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a view as its own elements; by itself torch would add all of the tensor that it is a view of."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes:
+            return value.detach().clone().requires_grad_(value.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:
+        raise DataError(
+            f"A {type(value).__name__} cannot be sent to another rank ({error}). "
+            "Let the dataset or collate return tensors, numbers, text, lists and dicts."
+        ) from error
+    return stream.getvalue()

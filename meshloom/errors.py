@@ -1,0 +1,49 @@
+"""What a user can be told: each error is one clear sentence with the numbers and the way out."""
+
+from __future__ import annotations
+
+
+class MeshloomError(Exception):
+    """A failure that meshloom explains itself. `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class PlanError(MeshloomError):
+    """A plan that cannot be built, or does not fit the job or the devices."""
+
+    exit_code = 2
+
+
+class JobError(MeshloomError):
+    """A job file or a `Job` that cannot be trained as it is written."""
+
+    exit_code = 2
+
+
+class DeviceError(MeshloomError):
+    """Devices that were asked for and are not there."""
+
+    exit_code = 2
+
+
+class CheckpointError(MeshloomError):
+    """A checkpoint that cannot be written, read, or does not belong to this job."""
+
+    exit_code = 2
+
+
+class DataError(MeshloomError):
+    """Data that ran dry, differs between ranks, or cannot be split as the plan needs."""
+
+
+class TrainingError(MeshloomError):
+    """A step that cannot go on: a loss that is not finite, a gradient that arrived twice, drifting replicas."""
+
+
+class CollectiveError(MeshloomError):
+    """Ranks that called different collectives, or the same one with different tensors."""
+
+
+class PeerLostError(MeshloomError):
+    """Another rank went away during a collective; that rank's own error is the cause."""

@@ -1,0 +1,79 @@
+"""Every replica receives the sum of all gradients, owns everything, and makes the same update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group, Work
+from meshloom.comm.turns import Steps
+from meshloom.exchange.buckets import Bucket, GradientBuckets
+from meshloom.exchange.exchange import Exchange, Slice
+
+
+class AllReduce(Exchange):
+    """Gradients are summed over `group`, bucket by bucket, while backward goes on.
+
+    Behind a bucket's gradients travels one number per parameter: on how many ranks it was used. Where that is none, the
+    gradient is None, as on one device.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, *, bucket_bytes: int, overlap: bool) -> None:
+        self._group = group
+        self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
+        self._works: list[Work] = []
+        self._buckets = GradientBuckets(named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, num_extra=lambda num_entries: num_entries)
+
+    @property
+    def owned(self) -> Sequence[Slice]:
+        return self._owned
+
+    @property
+    def owners(self) -> None:
+        return None
+
+    def begin_step(self) -> None:
+        self._works.clear()
+        self._buckets.begin_step()
+
+    def begin_last_chunk(self) -> None:
+        self._buckets.begin_last_chunk()
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        self._buckets.gradient_ready(parameter)
+
+    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+        self._buckets.start_rest()
+        yield
+        for work in self._works:
+            work.wait()
+        gradients: dict[str, Tensor | None] = {}
+        for bucket in self._buckets.buckets:
+            used = bucket.flat[bucket.length : bucket.length + len(bucket.entries)].tolist()
+            bucket.flat[: bucket.length].div_(weight)
+            for entry, is_used in zip(bucket.entries, used, strict=True):
+                gradients[entry.name] = bucket.flat[entry.start : entry.stop] if is_used else None
+        yield from self._buckets.share_order(self._group)
+        return [gradients[slice_.name] for slice_ in self._owned]
+
+    def publish(self) -> Steps[None]:
+        return
+        yield
+
+    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
+        return {slice_.name: None if each is None else each.view(slice_.parameter.shape) for slice_, each in zip(self._owned, gradients, strict=True)}
+        yield
+
+    def bytes_per_step(self) -> dict[str, int]:
+        return {"all_reduce": sum(bucket.num_bytes for bucket in self._buckets.buckets)}
+
+    def bytes_once(self) -> dict[str, int]:
+        return {"broadcast": 8 * len(self._buckets.buckets)}
+
+    def _start(self, bucket: Bucket) -> None:
+        with torch.no_grad():
+            used = bucket.flat[bucket.length :]
+            used.copy_(torch.tensor([float(entry.arrived) for entry in bucket.entries], dtype=used.dtype))
+        self._works.append(self._group.all_reduce(bucket.flat))

@@ -1,0 +1,61 @@
+"""One replica agrees with itself: gradients stay where autograd put them, and are divided by the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.turns import Steps
+from meshloom.exchange.exchange import Exchange, Slice
+
+
+class Alone(Exchange):
+    """The exchange of a plan with dp=1."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
+
+    @property
+    def owned(self) -> Sequence[Slice]:
+        return self._owned
+
+    @property
+    def owners(self) -> None:
+        return None
+
+    def begin_step(self) -> None:
+        for slice_ in self._owned:
+            slice_.parameter.grad = None
+
+    def begin_last_chunk(self) -> None:
+        pass
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        pass
+
+    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+        present = [slice_.parameter.grad for slice_ in self._owned if slice_.parameter.grad is not None]
+        for index, gradient in enumerate(present):
+            if gradient.layout != torch.strided:
+                present[index] = gradient.to_dense()
+        with torch.no_grad():
+            torch._foreach_div_(present, weight.to(present[0].device)) if present else None
+        dense = iter(present)
+        return [None if slice_.parameter.grad is None else next(dense).reshape(-1) for slice_ in self._owned]
+        yield
+
+    def publish(self) -> Steps[None]:
+        return
+        yield
+
+    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
+        return {slice_.name: None if each is None else each.view(slice_.parameter.shape) for slice_, each in zip(self._owned, gradients, strict=True)}
+        yield
+
+    def bytes_per_step(self) -> dict[str, int]:
+        return {}
+
+    def bytes_once(self) -> dict[str, int]:
+        return {}

@@ -1,0 +1,148 @@
+"""Batch norm over the joined chunk of all replicas: they share their statistics inside forward and backward.
+
+    forward    count, mean, M2 of my samples -> all-gather -> joined mean and variance      (Chan, Golub & LeVeque, 1979)
+    backward   sum dy, sum dy * x_hat        -> all-reduce -> dx = weight / std * (dy - sum dy / n - x_hat * sum dy x_hat / n)
+
+Gradients of weight and bias stay this replica's own sums, because the exchange adds gradients over replicas. All ranks must run the
+same layers in the same order, and each waits for the others in every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from meshloom.comm.group import Group
+from meshloom.errors import JobError, TrainingError
+
+
+@contextmanager
+def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
+    """While entered, every batch norm layer of `model` takes its training statistics over the ranks of `group` together.
+
+    Classes, names and structure stay; each layer's `forward` is replaced on the instance. Running statistics become those of one
+    device that runs the joined chunk, with the same bits on every rank. Evaluation mode is untouched.
+    Raises `JobError` for a layer with a forward of its own, which cannot be replaced.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    for name, module in layers:
+        if type(module).forward is not _BatchNorm.forward or "forward" in vars(module):
+            raise JobError(
+                f"{name or 'The model'} is a {type(module).__name__} with a forward of its own, whose statistics cannot be synchronised. "
+                "Use torch.nn.BatchNorm1d, 2d or 3d, or a plan without sync_batch_norm."
+            )
+    try:
+        for name, module in layers:
+            module.forward = _forward(name, module, group)
+        yield
+    finally:
+        for _, module in layers:
+            vars(module).pop("forward", None)
+
+
+def _forward(name: str, module: Any, group: Group) -> Any:
+    original = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if not module.training:
+            return original(x)
+        module._check_input_dim(x)
+        count, mean, variance = _joined_statistics(x.detach(), group)
+        if count <= 1:
+            raise TrainingError(f"Batch norm {name} got {count} value(s) per channel over all replicas, and a variance needs 2 or more. Use a larger batch.")
+        if module.track_running_stats and module.running_mean is not None:
+            _update_running(module, count, mean, variance)
+        return _Normalise.apply(x, module.weight, module.bias, mean, variance, count, module.eps, group)
+
+    return forward
+
+
+def _joined_statistics(x: Tensor, group: Group) -> tuple[int, Tensor, Tensor]:
+    """Values per channel, mean and biased variance [channels], float64, of all ranks' `x` [samples, channels, ...]."""
+    channels = x.shape[1]
+    count = x.numel() // channels if channels else 0
+    part = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
+    if count:
+        variance, mean = torch.var_mean(x.to(_precision(x)), _others(x), correction=0)
+        part[0] = count
+        part[1 : 1 + channels] = mean
+        part[1 + channels :] = variance.double() * count
+    everyone = part.new_empty(group.size * len(part))
+    group.all_gather(everyone, part).wait()
+    total, mean, m2 = 0, torch.zeros_like(part[1 : 1 + channels]), torch.zeros_like(part[1 : 1 + channels])
+    for row, size in zip(everyone.view(group.size, -1), everyone[:: len(part)].tolist(), strict=True):
+        if not size:
+            continue
+        total += int(size)
+        delta = row[1 : 1 + channels] - mean
+        mean = mean + delta * (size / total)
+        m2 = m2 + row[1 + channels :] + delta.square() * (size * (total - size) / total)
+    return total, mean, m2 / max(total, 1)
+
+
+def _update_running(module: Any, count: int, mean: Tensor, variance: Tensor) -> None:
+    """What torch's layer does after a batch of `count` values per channel, whose `variance` is the biased one."""
+    factor = 0.0 if module.momentum is None else module.momentum
+    with torch.no_grad():
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+            if module.momentum is None:
+                factor = 1.0 / float(module.num_batches_tracked)
+        for running, batch in ((module.running_mean, mean), (module.running_var, variance * (count / (count - 1)))):
+            running.copy_((1.0 - factor) * running.double() + factor * batch)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, with the gradient through mean and variance of all ranks' x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, count: int, eps: float, group: Group
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group
+        precision = _precision(x)
+        # In evaluation mode torch's kernel normalises with what it is given.
+        return F.batch_norm(x, mean.to(precision), variance.to(precision), _cast(weight, precision), _cast(bias, precision), eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance = ctx.saved_tensors
+        precision = _precision(x)
+        others, shape = _others(x), (1, -1, *[1] * (x.ndim - 2))
+        inverse = (variance + ctx.eps).rsqrt()
+        dy = grad.to(precision)
+        normal = (x.to(precision) - mean.to(precision).view(shape)) * inverse.to(precision).view(shape)
+        own = torch.stack([dy.sum(others).double(), (dy * normal).sum(others).double()])
+        grad_weight = own[1].to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        grad_bias = own[0].to(grad.dtype if weight is None else weight.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:  # on all ranks or on none
+            sums = own.clone()
+            ctx.group.all_reduce(sums).wait()
+            average = (sums / ctx.count).to(precision)
+            scale = inverse if weight is None else inverse * weight.detach().double()
+            grad_x = (dy - average[0].view(shape) - normal * average[1].view(shape)) * scale.to(precision).view(shape)
+            grad_x = grad_x.to(x.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _others(x: Tensor) -> list[int]:
+    """All dims but that of channels."""
+    return [0, *range(2, x.ndim)]
+
+
+def _precision(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _cast(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if value is None else value.to(dtype)

@@ -1,0 +1,94 @@
+"""The contract of an exchange: how replicas agree, in terms of what each rank owns.
+
+A step of one rank, in order, with other ranks' steps in between (`Steps` yields where it waits for them):
+
+    begin_step()
+    for each chunk:  backward -> gradient_ready(parameter), as gradients come out of it
+    yield from finish(weight)   -> gradients of what this rank owns, averaged
+    (the one optimizer path clips and updates what this rank owns)
+    yield from publish()        -> everybody's parameters are up to date
+
+An exchange never waits in `begin_step` and `gradient_ready`, so that lockstep ranks cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `start` to `stop` of a flattened parameter."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is all of the parameter."""
+        return self.stop - self.start == self.parameter.numel()
+
+    def data(self) -> Tensor:
+        """The elements themselves, flat, sharing memory with the parameter."""
+        return self.parameter.data.view(-1)[self.start : self.stop]
+
+
+class Exchange(ABC):
+    """How the replicas of one place agree on gradients and parameters."""
+
+    @property
+    @abstractmethod
+    def owned(self) -> Sequence[Slice]:
+        """What this rank updates. The same length and order for as long as the exchange lives."""
+
+    @property
+    @abstractmethod
+    def owners(self) -> Group | None:
+        """The ranks among which every element has exactly one owner; None: this rank owns everything."""
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+
+    @abstractmethod
+    def begin_last_chunk(self) -> None:
+        """The next backward is this rank's last one of the step: gradients that are ready may travel."""
+
+    @abstractmethod
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Take `parameter.grad` (of a sum, not a mean) of one chunk, add it up, and start sending when it is complete."""
+
+    @abstractmethod
+    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+        """Gradient of each owned slice (flat, same order as `owned`), summed over all chunks and divided by `weight`.
+
+        None for a parameter that no chunk of any rank used.
+        """
+
+    @abstractmethod
+    def publish(self) -> Steps[None]:
+        """Make the owners' updated parameters visible on all ranks."""
+
+    @abstractmethod
+    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
+        """Gather what `finish` returned into whole gradients by parameter name, on every rank: for inspection."""
+
+    @abstractmethod
+    def bytes_per_step(self) -> dict[str, int]:
+        """Bytes that one step hands to each kind of collective (finish and publish), by its name."""
+
+    @abstractmethod
+    def bytes_once(self) -> dict[str, int]:
+        """Bytes that the first step hands over besides, by kind of collective."""
+
+

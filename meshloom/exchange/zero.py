@@ -1,0 +1,131 @@
+"""Every replica receives one dp-th of the summed gradients, owns and updates that, and sends it to the others (ZeRO-1).
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1.
+
+                 bucket of gradients          bucket of parameters
+    rank 0       [ sum | ... | ... ]          [ updated | <- gathered ------> ]
+    rank 1       [ ... | sum | ... ]          [ <------ | updated | <-------- ]
+    rank 2       [ ... | ... | sum ]          [ <---------------- | updated   ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group, Work
+from meshloom.comm.turns import Steps
+from meshloom.exchange.buckets import Bucket, GradientBuckets
+from meshloom.exchange.exchange import Exchange, Slice
+
+
+class ZeroOne(Exchange):
+    """Gradients are reduce-scattered over `group`, updated parameters all-gathered.
+
+    Parameters are moved into flat buckets laid out like those of the gradients, so that a rank's share of a bucket is one
+    contiguous piece of both. Their shapes, names and identity stay.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, *, bucket_bytes: int, overlap: bool) -> None:
+        self._group = group
+        self._works: list[Work] = []
+        self._buckets = GradientBuckets(named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, multiple=group.size)
+        self._gradients = [torch.zeros_like(self._segment(bucket.flat)) for bucket in self._buckets.buckets]
+        self._parameters = [_move_into_flat(bucket) for bucket in self._buckets.buckets]
+        self._used = torch.zeros(len(named), dtype=torch.uint8, device=self._buckets.buckets[0].flat.device)
+        self._is_used: list[bool] = []
+        self._owned: list[Slice] = []
+        self._positions: list[tuple[int, int, int, int]] = []  # (bucket, start and stop within this rank's segment, entry's number in `used`)
+        number = 0
+        for index, bucket in enumerate(self._buckets.buckets):
+            length = bucket.flat.numel() // group.size
+            first = group.rank * length
+            for entry in bucket.entries:
+                start, stop = max(entry.start, first), min(entry.stop, first + length)
+                if start < stop:
+                    self._owned.append(Slice(entry.name, entry.parameter, start - entry.start, stop - entry.start))
+                    self._positions.append((index, start - first, stop - first, number))
+                number += 1
+
+    @property
+    def owned(self) -> Sequence[Slice]:
+        return self._owned
+
+    @property
+    def owners(self) -> Group:
+        return self._group
+
+    def begin_step(self) -> None:
+        self._works.clear()
+        self._buckets.begin_step()
+
+    def begin_last_chunk(self) -> None:
+        self._buckets.begin_last_chunk()
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        self._buckets.gradient_ready(parameter)
+
+    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+        self._buckets.start_rest()
+        arrived = [entry.arrived for bucket in self._buckets.buckets for entry in bucket.entries]
+        self._used.copy_(torch.tensor(arrived, dtype=torch.uint8))
+        self._works.append(self._group.all_reduce(self._used, "max"))
+        yield
+        for work in self._works:
+            work.wait()
+        for gradient in self._gradients:
+            gradient.div_(weight)
+        self._is_used = [bool(each) for each in self._used.tolist()]
+        yield from self._buckets.share_order(self._group)
+        return [self._gradients[index][start:stop] if self._is_used[number] else None for index, start, stop, number in self._positions]
+
+    def publish(self) -> Steps[None]:
+        # The segment is copied, because an all-gather may not read what it writes.
+        works = [self._group.all_gather(flat, self._segment(flat).clone()) for flat in self._parameters]
+        yield
+        for work in works:
+            work.wait()
+
+    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
+        pieces = [torch.zeros_like(each) for each in self._gradients]
+        for each, (index, start, stop, _) in zip(gradients, self._positions, strict=True):
+            if each is not None:
+                pieces[index][start:stop] = each
+        whole = [torch.zeros_like(bucket.flat) for bucket in self._buckets.buckets]
+        works = [self._group.all_gather(flat, piece) for flat, piece in zip(whole, pieces, strict=True)]
+        yield
+        for work in works:
+            work.wait()
+        entries = [(entry, flat) for bucket, flat in zip(self._buckets.buckets, whole, strict=True) for entry in bucket.entries]
+        return {
+            entry.name: flat[entry.start : entry.stop].view(entry.parameter.shape) if used else None
+            for (entry, flat), used in zip(entries, self._is_used, strict=True)
+        }
+
+    def bytes_per_step(self) -> dict[str, int]:
+        total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
+        return {"reduce_scatter": total, "all_gather": total // self._group.size, "all_reduce": self._used.numel()}
+
+    def bytes_once(self) -> dict[str, int]:
+        return {"broadcast": 8 * len(self._buckets.buckets)}
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.flat[bucket.length :].zero_()
+        index = next(index for index, other in enumerate(self._buckets.buckets) if other is bucket)
+        self._works.append(self._group.reduce_scatter(self._gradients[index], bucket.flat))
+
+    def _segment(self, flat: Tensor) -> Tensor:
+        length = flat.numel() // self._group.size
+        return flat[self._group.rank * length : (self._group.rank + 1) * length]
+
+
+def _move_into_flat(bucket: Bucket) -> Tensor:
+    """A bucket of the parameters' values, which the parameters then share."""
+    flat = torch.zeros_like(bucket.flat)
+    for entry in bucket.entries:
+        view = flat[entry.start : entry.stop].view(entry.parameter.shape)
+        view.copy_(entry.parameter.data)
+        entry.parameter.data = view
+    return flat

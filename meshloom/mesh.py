@@ -1,0 +1,92 @@
+"""The grid of ranks: three axes, and which ranks form a group along each.
+
+    rank = (pp * size_dp + dp) * size_tp + tp
+
+so that the ranks of one tensor-parallel group, which talk most, are neighbours, and the stages of a pipeline, which
+talk least, are farthest apart. For `Mesh(dp=2, pp=2, tp=2)`:
+
+              dp=0      dp=1
+    pp=0      0  1      2  3       (left and right: tp=0, tp=1)
+    pp=1      4  5      6  7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from meshloom.errors import PlanError
+
+Axis = Literal["dp", "pp", "tp"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank's coordinates on the mesh.
+
+    >>> print(Place(dp=3))
+    dp=3
+    """
+
+    dp: int = 0
+    pp: int = 0
+    tp: int = 0
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if axis == "dp" or getattr(self, axis))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Sizes of the three axes.
+
+    >>> mesh = Mesh(dp=2, pp=2, tp=2)
+    >>> mesh.size, mesh.place(6), mesh.rank(Place(dp=1, pp=1, tp=0))
+    (8, Place(dp=1, pp=1, tp=0), 6)
+    >>> mesh.groups("dp")
+    ((0, 2), (1, 3), (4, 6), (5, 7))
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise PlanError(f"{axis}={size!r} is not a size. Give a whole number of ranks, 1 or more.")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.pp * self.tp
+
+    def place(self, rank: int) -> Place:
+        """Coordinates of `rank`."""
+        self._check(rank)
+        rest, tp = divmod(rank, self.tp)
+        pp, dp = divmod(rest, self.dp)
+        return Place(dp=dp, pp=pp, tp=tp)
+
+    def rank(self, place: Place) -> int:
+        """Rank at `place`, the inverse of `place(rank)`."""
+        for axis in AXES:
+            if not 0 <= getattr(place, axis) < getattr(self, axis):
+                raise PlanError(f"There is no place {place} on a mesh with {axis}={getattr(self, axis)}.")
+        return (place.pp * self.dp + place.dp) * self.tp + place.tp
+
+    def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axis` only, itself included, in axis order."""
+        here = self.place(rank)
+        coordinates = {name: getattr(here, name) for name in AXES}
+        return tuple(self.rank(Place(**{**coordinates, axis: index})) for index in range(getattr(self, axis)))
+
+    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axis`, each once, in order of their first rank."""
+        return tuple(group for rank in range(self.size) if (group := self.group_of(axis, rank))[0] == rank)
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise PlanError(f"There is no rank {rank} on a mesh of {self.size} ranks (0 to {self.size - 1}).")

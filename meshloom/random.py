@@ -1,0 +1,188 @@
+"""Random draws belong to (seed, step, chunk, n), never to the order of execution.
+
+A chunk's forward starts from the seed of (seed, step, chunk), on whichever rank it runs. With `KeyedDraws` every random
+operation n in it is seeded anew from the one before, so that a draw does not depend on how many numbers the earlier ones
+took. The chain lives in torch's own CPU generator (its `initial_seed`), so that activation checkpointing, which
+saves and restores that generator, repeats the same draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def derive(*parts: int | str) -> int:
+    """A 63-bit number decided by `parts`.
+
+    >>> derive(0, "chunk", 3) == derive(0, "chunk", 3) != derive(0, "chunk", 4)
+    True
+    """
+    text = "/".join(str(part) for part in parts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def seed_everything(value: int) -> None:
+    """Seed torch (every device), `random` and numpy, so that whatever the user's code draws from is decided."""
+    torch.manual_seed(value)
+    random.seed(value)
+    numpy.random.seed(value % 2**32)
+
+
+def model_seed(seed: int) -> int:
+    """Decides the initial parameters."""
+    return derive(seed, "model")
+
+
+def chunk_seed(seed: int, step: int, chunk: int) -> int:
+    """Decides the draws of chunk `chunk` of the global batch of step `step`."""
+    return derive(seed, "chunk", step, chunk)
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """Decides the draws made while sample `index` is read (augmentation)."""
+    return derive(seed, "sample", epoch, index)
+
+
+def sample_order(seed: int, epoch: int, num_samples: int, shuffle: bool) -> list[int]:
+    """The order in which an epoch visits a map-style dataset: a permutation decided by (seed, epoch)."""
+    if not shuffle:
+        return list(range(num_samples))
+    generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
+    return torch.randperm(num_samples, generator=generator).tolist()
+
+
+@contextmanager
+def preserved_draws() -> Iterator[None]:
+    """Leave the CPU generators of torch, `random` and numpy as they were."""
+    kept = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        numpy.random.set_state(kept[2])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a larger chunk that are computed here: `start` to `start + count` of `total` samples."""
+
+    start: int
+    count: int
+    total: int
+
+
+class KeyedDraws(TorchDispatchMode):
+    """Seed every random operation by its number within the chunk.
+
+    With `rows`, a draw whose first dim is k per sample is the slice of the draw for all `rows.total` samples, so that ranks that
+    share a chunk draw what one device would. `seen`, if given, receives a digest of every draw.
+    Operations that are handed a generator of their own are left alone.
+    """
+
+    def __init__(self, rows: Rows | None = None, seen: list[str] | None = None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        torch.manual_seed(derive(torch.default_generator.initial_seed(), "next"))
+        drawn = _draw(func, args, kwargs, self.rows)
+        if self.seen is not None:
+            self.seen.append(_digest(func, args, drawn))
+        return drawn
+
+
+def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | None) -> Any:
+    if func in _TAKES_AS_IT_NEEDS and args[0].ndim:
+        return _draw_row_by_row(func, args, kwargs, rows)
+    if rows is None or rows.count == rows.total:
+        return func(*args, **kwargs)
+    like = next((value for value in args if isinstance(value, Tensor)), None)
+    if like is None:  # rand(sizes), randint(low, high, sizes): the one list among the arguments is the shape
+        at = next((number for number, value in enumerate(args) if isinstance(value, list | tuple)), None)
+        shape = list(args[at]) if at is not None else []
+        if at is None or not shape or shape[0] % rows.count:
+            return func(*args, **kwargs)
+        per_sample = shape[0] // rows.count
+        full = func(*args[:at], [rows.total * per_sample, *shape[1:]], *args[at + 1 :], **kwargs)
+        return full.narrow(0, rows.start * per_sample, shape[0]).clone()
+    if like.ndim == 0 or like.shape[0] % rows.count:
+        return func(*args, **kwargs)
+    per_sample = like.shape[0] // rows.count
+    start, stop = rows.start * per_sample, (rows.start + rows.count) * per_sample
+
+    def enlarge(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape[:1] != like.shape[:1]:
+            return value
+        full = value.new_ones((rows.total * per_sample, *value.shape[1:]))  # a valid probability, weight, deviation and rate
+        full[start:stop] = value
+        return full
+
+    enlarged = [enlarge(value) for value in args]
+    full = func(*enlarged, **{key: enlarge(value) for key, value in kwargs.items()})
+    cut: Callable[[Any], Any] = lambda value: value[start:stop].clone() if isinstance(value, Tensor) and value.ndim else value  # noqa: E731
+    if full is enlarged[0]:  # an in-place draw, such as bernoulli_
+        args[0].copy_(full[start:stop])
+        return args[0]
+    return tuple(cut(value) for value in full) if isinstance(full, tuple) else cut(full)
+
+
+# How many numbers a draw takes from the generator depends on the values of its arguments, so every row is seeded by itself.
+_TAKES_AS_IT_NEEDS = {
+    torch.ops.aten.poisson.default,
+    torch.ops.aten.binomial.default,
+    torch.ops.aten._standard_gamma.default,
+    torch.ops.aten._sample_dirichlet.default,
+    torch.ops.aten.rrelu_with_noise.default,
+    torch.ops.aten.rrelu_with_noise_.default,
+}
+
+
+def _draw_row_by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | None) -> Tensor:
+    chain = torch.default_generator.initial_seed()
+    num_rows = args[0].shape[0]
+    first = rows.start * (num_rows // rows.count) if rows else 0
+    drawn = torch.empty_like(args[0])
+    for row in range(num_rows):
+        torch.manual_seed(derive(chain, "row", first + row))
+        drawn[row : row + 1] = func(*(value[row : row + 1] if isinstance(value, Tensor) else value for value in args), **kwargs)
+    torch.manual_seed(chain)
+    return args[0] if func is torch.ops.aten.rrelu_with_noise_.default else drawn  # in place, through the rows
+
+
+def _digest(func: Any, args: Sequence[Any], drawn: Any) -> str:
+    """What was drawn, without what was computed from it: a dropout's mask and not its output, which differs by rounding."""
+    outputs = [value for value in (drawn if isinstance(drawn, tuple | list) else [drawn]) if isinstance(value, Tensor)]
+    parts = [value for value in outputs if value.dtype == torch.bool] or outputs
+    inputs = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
+    if parts is outputs and func not in _DRAWS_ALONE and any(value is not drawn for value in inputs):
+        return f"{func} {[list(value.shape) for value in parts]}"  # computed from a tensor: the numbers carry its rounding
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        flat = part.detach().to("cpu").contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+# Take a tensor for its shape or as probabilities; what they give is the draw itself.
+_DRAWS_ALONE = {
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randn_like.default,
+    torch.ops.aten.bernoulli.default,
+    torch.ops.aten.bernoulli.p,
+    torch.ops.aten.multinomial.default,
+}

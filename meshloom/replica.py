@@ -1,0 +1,374 @@
+"""One rank's training step: its chunks forward and backward, the exchange, the update.
+
+The step is a generator: where it waits for other ranks it yields, so that a process runs it to its end and simulated ranks run
+it in lockstep (`comm/turns.py`). Backward runs on the *sum* of each chunk's loss; `Exchange.finish` divides once, by the weight of
+the whole global batch, so uneven and empty shares keep the exact mean.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import agree, collect
+from meshloom.errors import DataError, JobError, TrainingError
+from meshloom.exchange.all_reduce import AllReduce
+from meshloom.exchange.alone import Alone
+from meshloom.exchange.batch_norm import synchronise_batch_norm
+from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.zero import ZeroOne
+from meshloom.job import Job, Loss
+from meshloom.mesh import Axis, Place
+from meshloom.plan import Plan, chunk_sizes
+from meshloom.random import KeyedDraws, Rows, chunk_seed, model_seed, seed_everything
+from meshloom.state.buffers import RunningStatistics
+from meshloom.state.data import Chunk, to_device
+from meshloom.state.optimizer import Updater
+
+
+class Seat(Protocol):
+    """Where a replica sits: its number and coordinates, its device, and the groups it talks in."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def place(self) -> Place: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def groups(self) -> Mapping[Axis, RecordedGroup]: ...
+    @property
+    def statistics(self) -> RecordedGroup: ...  # the ranks along dp again; for what is exchanged inside forward and backward
+    @property
+    def world(self) -> Group: ...  # all ranks, CPU tensors; for decisions and reports, not counted as traffic of the plan
+
+
+class Observer(Protocol):
+    """Who looks on while a step runs (verification does)."""
+
+    def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[list[str] | None]:
+        """Entered around a chunk's forward and backward; yields a list to receive the digests of its random draws."""
+        ...
+
+    def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
+        """A chunk went forward and backward."""
+        ...
+
+    def averaged(self, gradients: dict[str, Tensor | None]) -> None:
+        """The averaged gradient of every parameter, whole, before clipping."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step came to: loss (mean over the global batch), its weight, its samples, the gradient's norm if clipping is on."""
+
+    step: int
+    loss: float
+    weight: float
+    samples: int
+    gradient_norm: float | None
+
+
+class Replica:
+    """A model on one rank, and how it takes part in a step."""
+
+    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None) -> None:
+        self.job = job
+        self.plan = plan
+        self.seat = seat
+        self.dtype = dtype
+        self.replicas = seat.groups["dp"]
+        self.observer: Observer | None = None
+        self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
+        self.model = _build(job, seat.device, dtype)
+        self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        if not self.named:
+            raise JobError("The model has no trainable parameters: every parameter has requires_grad=False, or there are none.")
+        self._undo = ExitStack()
+        if plan.sync_batch_norm and plan.dp > 1:
+            self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
+        self.exchange: Exchange
+        self.updater: Updater
+        self.statistics: RunningStatistics
+
+    def prepare(self) -> Steps[None]:
+        """Make sure all ranks hold the same job, start from rank 0's values, and build what the step needs."""
+        yield from agree(self.seat.world, _facts(self.job, self.plan, self.model))
+        yield from _copy_from_first(self.model, self.replicas)
+        self.exchange = self._open_exchange()
+        self.updater = Updater(self.job, self.named, self.exchange)
+        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm)
+        for _, parameter in self.named:
+            self._undo.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
+
+    def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
+        """Train on this replica's chunks of global batch `step`."""
+        self._check_frozen()
+        self.model.train() if not self.model.training else None
+        self.exchange.begin_step()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.seat.device)  # loss, weight
+        filled = [chunk for chunk in chunks if chunk.samples]
+        works = []
+        for chunk in filled:
+            data = self._data(chunk)
+            with ExitStack() as around:
+                around.enter_context(self.statistics.chunk(partial(self._again, chunk, data)))
+                self._begin_chunk(chunk, around, self.observer)
+                loss, weight = as_sum(self.job.loss(self.model, data), chunk.samples)
+                sums[0] += loss.detach()
+                sums[1] += weight
+                if chunk is filled[-1]:
+                    works.append(self.replicas.all_reduce(sums)) if self.plan.dp > 1 else None
+                    self.exchange.begin_last_chunk()
+                loss.backward()
+            if self.observer:
+                self.observer.chunk_done(chunk, float(weight), float(loss.detach()))
+        if not filled and self.plan.dp > 1:
+            works.append(self.replicas.all_reduce(sums))
+        self.arrivals.append(time.monotonic())
+        yield
+        for work in works:
+            work.wait()
+        gradients = yield from self.exchange.finish(sums[1])
+        total, weight = sums.tolist()
+        yield from self._check_finite(step, filled, total, weight)
+        yield from self.statistics.finish()
+        if self.observer:
+            whole = yield from self.exchange.full_gradients(gradients)
+            self.observer.averaged(whole)
+        norm = yield from self.updater.update(gradients, total / weight)
+        yield from self.exchange.publish()
+        return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
+
+    def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
+        """Mean of every metric over all replicas' chunks, in evaluation mode."""
+        assert self.job.evaluate
+        metrics = self.job.evaluate.metrics
+        sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device=self.seat.device)
+        was_training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            for chunk in chunks:
+                if not chunk.samples:
+                    continue
+                data = self._data(chunk)
+                for row, metric in zip(sums, metrics.values(), strict=True):
+                    value, weight = as_sum(metric(self.model, data), chunk.samples, needs_gradient=False)
+                    row += torch.stack([value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)])
+        self.model.train(was_training)
+        work = self.replicas.all_reduce(sums)
+        yield
+        work.wait()
+        return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
+
+    def digests(self) -> Steps[list[list[int]]]:
+        """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
+        mine = torch.stack([_hash(tensor) for tensor in self._state().values()])
+        everyone = mine.new_empty(self.replicas.size * mine.numel())
+        work = self.replicas.all_gather(everyone, mine)
+        yield
+        work.wait()
+        return everyone.view(self.replicas.size, -1).tolist()
+
+    def check_identical(self, step: int) -> Steps[None]:
+        """Raise `TrainingError` naming the first parameter or buffer that differs between replicas."""
+        everyone = yield from self.digests()
+        for replica, theirs in enumerate(everyone):
+            for name, here, there in zip(self._state(), everyone[0], theirs, strict=True):
+                if here != there:
+                    raise TrainingError(
+                        f"After step {step}, {name} differs between replicas dp=0 and dp={replica}: something in the model or optimizer "
+                        "is not deterministic or not part of the exchange (a parameter changed outside the optimizer, a buffer written by one rank)."
+                    )
+
+    def bytes_per_step(self) -> dict[str, int]:
+        """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
+        if self.plan.dp == 1:
+            return {}
+        loss_and_weight = {"all_reduce": 16}
+        return _add(loss_and_weight, self.exchange.bytes_per_step(), self.statistics.bytes_per_step(), self.updater.bytes_per_step())
+
+    def bytes_once(self) -> dict[str, int]:
+        """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
+        if self.plan.dp == 1:
+            return {}
+        values = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
+        return _add({"broadcast": values}, self.exchange.bytes_once(), self.updater.bytes_once())
+
+    def bytes_per_check(self) -> int:
+        """Bytes that `digests` hands over."""
+        return 8 * len(self._state())
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self._undo.close()
+
+    def _open_exchange(self) -> Exchange:
+        if self.plan.dp == 1:
+            return Alone(self.named)
+        kind = ZeroOne if self.plan.zero else AllReduce
+        return kind(self.named, self.replicas, bucket_bytes=self.plan.bucket_bytes, overlap=self.plan.overlap)
+
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        self.exchange.gradient_ready(parameter)
+
+    def _begin_chunk(self, chunk: Chunk, around: ExitStack, observer: Observer | None = None) -> None:
+        """Seed the chunk's draws, and key them if the plan says so, until `around` ends."""
+        # With synchronised statistics microbatch j of all replicas is one chunk, of which this replica computes some rows. Keyed draws
+        # are the same rows of that chunk's draws; without keys every replica draws for itself, or all would draw the same.
+        index, rows = chunk.index, None
+        if self.plan.sync_batch_norm and self.plan.keyed_draws:
+            m = self.plan.microbatches
+            index = chunk.index % m
+            sizes = chunk_sizes(chunk.batch, self.plan.num_chunks)[index::m]
+            rows = Rows(sum(sizes[: self.seat.place.dp]), chunk.samples, sum(sizes))
+        seed_everything(chunk_seed(self.job.seed, chunk.step, index))
+        seen = around.enter_context(observer.watch(chunk, self.model)) if observer else None
+        if self.plan.keyed_draws:
+            around.enter_context(KeyedDraws(rows, seen))
+
+    def _again(self, chunk: Chunk, data: Any) -> Tensor:
+        """The chunk's loss once more, from the same draws."""
+        with ExitStack() as around:
+            self._begin_chunk(chunk, around)
+            return as_sum(self.job.loss(self.model, data), chunk.samples, needs_gradient=False)[0]
+
+    def _data(self, chunk: Chunk) -> Any:
+        return to_device(chunk.data, self.seat.device, self.dtype)
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise TrainingError(f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing.")
+
+    def _check_finite(self, step: int, chunks: Sequence[Chunk], total: float, weight: float) -> Steps[None]:
+        """Raise the same error on all ranks when the loss of the global batch is no number."""
+        if math.isfinite(total) and weight > 0:
+            return
+        if math.isfinite(total):
+            raise DataError(f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over.")
+        found = yield from collect(self.seat.world, self._find_not_finite(chunks))
+        rank, where = next(((rank, where) for rank, where in enumerate(found) if where), (0, "the sum over all chunks overflowed"))
+        raise TrainingError(
+            f"The loss of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
+            "lower the learning rate, clip gradients, or look at this batch."
+        )
+
+    def _find_not_finite(self, chunks: Sequence[Chunk]) -> str | None:
+        for name, parameter in self.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                return f"whose parameter {name} was not finite before the step"
+        for chunk in chunks:
+            first: list[str] = []
+            with torch.no_grad(), ExitStack() as around:
+                for name, module in self.model.named_modules():
+                    around.callback(module.register_forward_hook(_not_finite_hook(name or "the model", first)).remove)
+                loss = self._again(chunk, self._data(chunk))
+            if first:
+                return f"chunk {chunk.index}; the first module whose output is not finite is {first[0]}"
+            if not bool(torch.isfinite(loss)):
+                return f"chunk {chunk.index}; every module's output is finite, so the loss function made it"
+        return None
+
+    def _state(self) -> dict[str, Tensor]:
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+
+def as_sum(loss: Loss, samples: int, *, needs_gradient: bool = True) -> tuple[Tensor, Tensor | float]:
+    """The sum and the weight behind what a loss function returned: (sum, weight) as it is, or the mean over `samples`.
+
+    >>> as_sum(torch.tensor(2.0), 3, needs_gradient=False)
+    (tensor(6.), 3)
+    """
+    mean_or_sum, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+    if not isinstance(mean_or_sum, Tensor):
+        raise JobError(f"The loss function returned {_kind(loss)}. Return one scalar tensor (the mean over the samples), or (sum, weight).{_ALTERNATING}")
+    if mean_or_sum.numel() != 1:
+        raise JobError(f"The loss function returned a tensor of shape {list(mean_or_sum.shape)}, not a scalar. Return its mean over the samples, or (sum, weight).")
+    if needs_gradient and not mean_or_sum.requires_grad:
+        raise JobError("The loss does not depend on any trainable parameter (requires_grad is False), so there is nothing to train.")
+    if isinstance(weight, Tensor) and (weight.requires_grad or weight.numel() != 1):
+        raise JobError(f"The weight in (sum, weight) must be a number without gradient: how many things the sum is over.{_ALTERNATING}")
+    if weight is None:
+        return mean_or_sum.reshape(()) * samples, samples
+    return mean_or_sum.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight
+
+
+_ALTERNATING = " A job that alternates between several losses (a GAN) is not supported."
+
+
+def _kind(loss: object) -> str:
+    return f"a {type(loss).__name__} of {len(loss)}" if isinstance(loss, tuple | list | dict) else f"a {type(loss).__name__}"
+
+
+def _build(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    seed_everything(model_seed(job.seed))
+    model = job.model()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise JobError(f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it.")
+    return model.to(device=device, dtype=dtype) if dtype else model.to(device)
+
+
+def _facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
+    """What must be equal on all ranks before anything is exchanged."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    described = {name: f"{list(tensor.shape)} {tensor.dtype}" + (" trainable" if tensor.requires_grad else "") for name, tensor in tensors.items()}
+    settings = {name: getattr(job, name) for name in ("batch_size", "steps", "seed", "shuffle", "drop_last", "clip_grad_norm", "checkpoint_every")}
+    return {"plan": str(plan), **settings, **described}
+
+
+def _copy_from_first(model: nn.Module, group: Group) -> Steps[None]:
+    """Give every replica the first one's parameters and buffers."""
+    if group.size == 1:
+        return
+    works = []
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            contiguous = tensor.detach().contiguous()
+            works.append((group.broadcast(contiguous, 0), tensor, contiguous))
+    yield
+    for work, tensor, contiguous in works:
+        work.wait()
+        if contiguous.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(contiguous)
+
+
+def _add(*parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: sum(part.get(name, 0) for part in parts) for part in parts for name in part}
+
+
+def _hash(tensor: Tensor) -> Tensor:
+    """A 64-bit hash of the bits of a tensor, as an int64 scalar on its device."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.numel() % 8:
+        flat = torch.cat([flat, flat.new_zeros(8 - flat.numel() % 8)])
+    words = flat.view(torch.int64)
+    # An odd multiplier per position (wrapping), so that permuted and shifted contents differ.
+    position = torch.arange(words.numel(), device=words.device, dtype=torch.int64)
+    return ((words ^ (words >> 29)) * (position * -7046029254386353131 | 1)).sum()
+
+
+def _not_finite_hook(name: str, first: list[str]) -> Any:
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [each for each in (output if isinstance(output, tuple | list) else [output]) if isinstance(each, Tensor)]
+        if not first and any(each.is_floating_point() and not bool(torch.isfinite(each).all()) for each in tensors):
+            first.append(name)
+
+    return look

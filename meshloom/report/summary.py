@@ -1,0 +1,53 @@
+"""Where a run's bytes and seconds went: what the plan's formulas say beside what was counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshloom.comm.record import Count
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank handed to each kind of collective, by axis: {"dp": {"all_reduce": 1024}}."""
+
+    bytes: Mapping[str, Mapping[str, int]]
+
+    @staticmethod
+    def of(counts: Mapping[str, Mapping[str, Count]]) -> Traffic:
+        """The bytes in counts of operations by axis and kind."""
+        return Traffic({axis: {name: count.bytes for name, count in kinds.items() if count.bytes} for axis, kinds in counts.items()})
+
+    def total(self, axis: str) -> int:
+        """Bytes along an axis."""
+        return sum(self.bytes.get(axis, {}).values())
+
+
+@dataclass(frozen=True)
+class TimeShares:
+    """Shares of a rank's time in the steps: computing, moving data between ranks, waiting for slower ranks, reading data."""
+
+    compute: float
+    communication: float
+    waiting: float
+    data: float
+
+
+def time_shares(seconds: float, data: float, blocked: float, arrivals: Sequence[Sequence[float]], rank: int, num_steps: int) -> TimeShares:
+    """Divide `seconds` of `num_steps` steps.
+
+    data: seconds spent reading. blocked: seconds held up in collectives. arrivals: by rank, when it was ready to exchange in each
+    of the newest steps, on clocks that started together. Waiting is how much later the slowest rank was ready, never more
+    than the time held up; the rest of that time is communication.
+
+    >>> time_shares(10.0, 0.0, 4.0, [[1.0, 2.0], [2.0, 2.0]], 0, 2)
+    TimeShares(compute=0.6, communication=0.3, waiting=0.1, data=0.0)
+    """
+    rows = list(zip(*arrivals, strict=False))
+    late = sum(max(row) - row[rank] for row in rows) * (num_steps / len(rows) if rows else 0.0)
+    waiting = min(blocked, late)
+    total = max(seconds, 1e-9)
+    return TimeShares(
+        compute=max(0.0, total - data - blocked) / total, communication=(blocked - waiting) / total, waiting=waiting / total, data=data / total
+    )

@@ -1,0 +1,148 @@
+"""A checkpoint on disk, opened: checked first, then read in the ranges that are asked for, under any plan.
+
+Nothing is unpickled. Written by `save`, laid out as `layout.py` describes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from meshloom.errors import CheckpointError
+from meshloom.state.layout import META, MODEL, VERSION, Piece, checkpoint_directories, committed, fingerprint_of, piece_name, read_meta
+from meshloom.state.saving import save
+
+__all__ = ["Checkpoint", "Piece", "find", "fingerprint_of", "save"]
+
+
+def find(directory: Path) -> Path:
+    """The checkpoint that `directory` is, or the last one written of the run whose directory it is.
+
+    One that was damaged later is found as well: to go on from an older one is not for the program to decide.
+    """
+    if (directory / META).exists():
+        return directory
+    damaged = [path for path in checkpoint_directories(directory) if read_meta(path) is None]
+    found = [*damaged, *committed(directory)]
+    if found:
+        return found[0]
+    if not directory.is_dir():
+        raise CheckpointError(f"There is no directory {directory} to resume from.")
+    if directory.name.startswith("step-"):
+        raise CheckpointError(f"{directory} has no {META}, so it is no whole checkpoint. {_other(directory)}")
+    raise CheckpointError(f"There is no checkpoint in {directory} (none was saved to the end). Start without --resume, or give another directory.")
+
+
+class Checkpoint:
+    """A whole checkpoint of one step.
+
+    path: its directory. step: updates done. values: what was given to `save`. plan_text: the plan it was saved under.
+    """
+
+    def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
+        self.path = path
+        self.step: int = meta["step"]
+        self.values: Any = meta["values"]
+        self.plan_text: str = meta["plan"]
+        self._fingerprint: dict[str, str] = meta["fingerprint"]
+        self._pieces: dict[str, Any] = meta["pieces"]
+        self._files: dict[str, Any] = {}  # opened when first read from
+
+    @staticmethod
+    def open(path: Path, checksums: bool = True) -> Checkpoint:
+        """Open the checkpoint that `find(path)` finds, once it is known to be whole.
+
+        checksums: read all files and compare; otherwise sizes only (on all ranks but one, say).
+        """
+        path = find(path)
+        problem = _problem(path, checksums)
+        if problem:
+            raise CheckpointError(f"{problem} {_other(path)}")
+        meta = read_meta(path)
+        assert meta is not None
+        return Checkpoint(path, meta)
+
+    def check(self, fingerprint: Mapping[str, str]) -> None:
+        """Raise `CheckpointError` naming the first parameter that this job and the checkpoint do not have alike."""
+        for name, here in fingerprint.items():
+            there = self._fingerprint.get(name)
+            if there is None:
+                raise CheckpointError(f"{self.path} is of another model: it has no parameter {name}, which is {here} in this job.")
+            if there != here:
+                raise CheckpointError(f"{self.path} is of another model: parameter {name} is {there} in it and {here} in this job.")
+        for name, there in self._fingerprint.items():
+            if name not in fingerprint:
+                raise CheckpointError(f"{self.path} is of another model: its parameter {name} ({there}) is not in this job.")
+
+    def keys(self) -> list[str]:
+        """What `read` can read."""
+        return list(self._pieces)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of the tensor that `key`'s elements belong to."""
+        return tuple(self._entry(key)["shape"])
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of the flattened tensor `key`: flat, on the CPU. Only they are read from the disk."""
+        parts: list[Tensor] = []
+        position = start
+        for file, first, last in self._entry(key)["parts"]:  # in order of first
+            if (first <= position < last and position < stop) or (first <= start == stop <= last and not parts):
+                end = min(stop, last)
+                parts.append(self._open(file).get_slice(piece_name(key, first, last))[position - first : end - first])
+                position = end
+        if position != stop or not parts:
+            raise CheckpointError(f"{self.path} has no elements {position} to {stop} of {key}.")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, in full shape, on the CPU."""
+        return load_file(self.path / MODEL)
+
+    def _entry(self, key: str) -> Mapping[str, Any]:
+        if key not in self._pieces:
+            raise CheckpointError(f"{self.path} has nothing called {key}. It was saved with another optimizer.")
+        return self._pieces[key]
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = safe_open(self.path / file, framework="pt")
+        return self._files[file]
+
+
+def _problem(path: Path, checksums: bool) -> str | None:
+    """Why the checkpoint in `path` is not whole."""
+    meta = read_meta(path)
+    if meta is None:
+        return f"{path / META} is damaged: it is not what was written."
+    if meta["version"] != VERSION:
+        return f"{path} has version {meta['version']} of the format, and this meshloom reads version {VERSION}."
+    for name, facts in meta["files"].items():
+        file = path / name
+        if not file.exists():
+            return f"{file} is missing."
+        if file.stat().st_size != facts["bytes"]:
+            return f"{file} is truncated or overwritten: it has {file.stat().st_size} bytes, and {facts['bytes']} were written."
+        if checksums and _checksum(file) != facts["crc32"]:
+            return f"{file} is damaged: it has as many bytes as were written, but not the same ones."
+    return None
+
+
+def _checksum(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as opened:
+        while block := opened.read(2**20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _other(path: Path) -> str:
+    whole = next((each for each in committed(path.parent) if each != path and _problem(each, checksums=True) is None), None)
+    return f"The newest other whole checkpoint is {whole}." if whole else f"There is no other whole checkpoint in {path.parent}."

@@ -1,0 +1,74 @@
+"""A chunk is one microbatch of one replica: what one forward and one backward run on.
+
+a batch of 10 samples, dp=2, microbatches=2:    replica 0: chunks 0 (3), 1 (3)    replica 1: chunks 2 (2), 3 (2)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from meshloom.comm.turns import Steps
+from meshloom.plan import Plan, chunk_sizes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Chunk `index` of the global batch of step `step`, which has `batch` samples: what `collate` made of `samples` of them, None of none."""
+
+    step: int
+    batch: int
+    index: int
+    samples: int
+    data: Any
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Chunk `index` is the samples `start` to `stop` of its batch."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+def cut_batch(num_samples: int, plan: Plan) -> list[Cut]:
+    """All chunks of a batch of `num_samples`, in order: contiguous, larger ones first.
+
+    >>> cut_batch(3, Plan(dp=2))
+    [Cut(index=0, start=0, stop=2), Cut(index=1, start=2, stop=3)]
+    """
+    sizes = chunk_sizes(num_samples, plan.num_chunks)
+    return [Cut(index, stop - size, stop) for index, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))]
+
+
+def share_of(replica: int, cuts: list[Cut], plan: Plan) -> list[Cut]:
+    """The chunks that `replica` runs, empty ones included."""
+    return cuts[replica * plan.microbatches : (replica + 1) * plan.microbatches]
+
+
+class Reader(ABC):
+    """What gives a replica its chunks, step after step."""
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int | None:
+        """Samples of one epoch; None for a stream, whose end is not known."""
+
+    @abstractmethod
+    def read(self, step: int) -> Steps[list[Chunk]]:
+        """This replica's chunks of `step`, in order, empty ones included; all replicas of the plan call it together.
+
+        The step after the last one read is at hand; any other makes the reader go there. Raises `DataError` with the
+        sample and the user's line when the job's dataset or `collate` fails.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the worker processes."""

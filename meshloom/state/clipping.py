@@ -1,0 +1,52 @@
+"""Clipping: the 2-norm of the whole gradient, each element counted once wherever it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+
+_BLOCK = 1024
+
+
+def clip(gradients: Sequence[Tensor | None], largest: float, owners: Group | None, device: torch.device) -> Steps[float]:
+    """Scale `gradients` in place so that their joint 2-norm is at most `largest`; the norm they had.
+
+    gradients: flat, of the elements that this rank owns; None counts as zero. owners: the ranks that own the other elements; None: there
+    are none. The factor is torch.nn.utils.clip_grad_norm_'s: largest / (norm + 1e-6), at most 1.
+    """
+    total = sum_of_squares(gradients, device)
+    if owners is not None:
+        work = owners.all_reduce(total)
+        yield
+        work.wait()
+    norm = total.sqrt()
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # NaN stays NaN, and shows in the loss
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(factor)
+    return float(norm)
+
+
+def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Sum of the squares of all elements, float64 [].
+
+    Norms of short blocks in the gradient's own precision, then float64: as cheap as one float32 norm, whose error over ten million
+    elements is 4e-4 on a CPU, and as right as float64 throughout, which takes thirty times as long.
+    """
+    norms = [norm for gradient in gradients if gradient is not None for norm in _block_norms(gradient)]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.cat([norm.reshape(-1) for norm in norms]).double().square().sum()
+
+
+def _block_norms(gradient: Tensor) -> list[Tensor]:
+    flat = torch.view_as_real(gradient).reshape(-1) if gradient.is_complex() else gradient.reshape(-1)
+    precision = torch.promote_types(flat.dtype, torch.float32)
+    blocks = flat.numel() // _BLOCK * _BLOCK
+    whole = torch.linalg.vector_norm(flat[:blocks].view(-1, _BLOCK), dim=1, dtype=precision)
+    return [whole, torch.linalg.vector_norm(flat[blocks:], dtype=precision)] if blocks < flat.numel() else [whole]

@@ -1,0 +1,74 @@
+"""The data of a job, as the chunks that one replica runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import agree
+from meshloom.errors import DataError, JobError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.random import derive, preserved_draws
+from meshloom.state.chunks import Chunk, Reader
+from meshloom.state.map_data import MapReader, map_chunks
+from meshloom.state.reading import seed_draws
+from meshloom.state.stream_data import StreamReader
+from meshloom.state.to_device import to_device
+
+__all__ = ["Chunk", "Reader", "evaluation_chunks", "open_reader", "to_device"]
+
+
+def open_reader(job: Job, plan: Plan, group: Group, start_step: int, stop_step: int) -> Steps[Reader]:
+    """Build the job's data and read it from `start_step` up to `stop_step`; replica = `group.rank`, of `plan.dp` in `group`.
+
+    Whatever `job.data` draws while it builds is decided by the job's seed. Raises `DataError` when the ranks built different
+    data or there is none, `JobError` for what is no dataset, `PlanError` when a batch cannot be run under `plan`.
+    """
+    with preserved_draws():
+        seed_draws(derive(job.seed, "data"))
+        dataset = job.data()
+    stream = _is_stream(dataset, "Job(data=...)")
+    num_samples = None if stream else len(dataset)
+    yield from agree(
+        group,
+        {"the kind of dataset": "iterable" if stream else "map-style", "the number of samples in the dataset": num_samples},
+        "Job(data=...) must build the same dataset on every rank.",
+        DataError,
+    )
+    if num_samples is None:
+        return StreamReader(dataset, job, plan, group, start_step, stop_step)
+    return MapReader(dataset, num_samples, job, plan, group.rank, start_step, stop_step)
+
+
+def evaluation_chunks(dataset: Any, job: Job, plan: Plan, group: Group) -> Iterator[Chunk]:
+    """This replica's part of `dataset` in order, once: batches of `job.batch_size` cut as in training, empty chunks left out.
+
+    `step` of a chunk is the number of its batch. Draws made while reading are the same in every evaluation. Replicas may get
+    different numbers of chunks; none of them waits for another. Raises as `open_reader` does, before the first chunk.
+    """
+    if _is_stream(dataset, "Evaluate(data=...)"):
+        raise JobError(
+            f"Evaluate(data=...) built an iterable {type(dataset).__name__}. Evaluation needs a map-style dataset: __len__ and __getitem__."
+        )
+    if not len(dataset):
+        raise DataError("The evaluation dataset is empty. Evaluate(data=...) must build one with samples.")
+    return map_chunks(dataset, job, plan, group.rank)
+
+
+def _is_stream(dataset: Any, where: str) -> bool:
+    """Whether `dataset` is iterable rather than map-style."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise JobError(f"{where} built a DataLoader. Return its dataset, and give batch_size, collate and num_workers to Job.")
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")):
+        return True
+    if not hasattr(dataset, "__getitem__"):
+        raise JobError(f"{where} built {kind}, which is no dataset. It needs __len__ and __getitem__ (map-style) or __iter__ (iterable).")
+    if not hasattr(dataset, "__len__"):
+        raise JobError(f"{where} built {kind}, which has __getitem__ but no __len__. A map-style dataset needs both.")
+    return False

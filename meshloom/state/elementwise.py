@@ -1,0 +1,227 @@
+"""A trial on small tensors that finds out how far an optimizer looks: at each element alone, at a parameter, or at all of them.
+
+What one rank may update without the others follows from that: a slice of a parameter, a whole parameter, or only everything.
+The same optimizer, with the settings of each of its groups, takes the same steps with the same gradients twice: once over whole
+small parameters, and once as several ranks would, each holding pieces of them and one holding nothing.
+
+    one device   [ a a a a a a ] [ b b b b ]         elements of a and b
+    rank 0       [ a a ]         [ b b b b ]         equal within rounding: "element"
+    rank 1             [ a a a a ]
+    rank 2       (nothing)
+
+Nothing of the user's optimizer is touched: the trial runs on a copy in which small float64 parameters stand for the real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshloom.random import preserved_draws
+
+Reach = Literal["element", "parameter", "optimizer"]
+
+# Gradients of several sizes, so that a limit on an update's norm shows, and enough steps for what starts late (a warm-up, a preconditioner).
+_SCALES = (1.0, 1e-3, 1e3, 1.0, 30.0, 1e-2, 1.0, 1e2, 1.0, 1e-1, 1.0, 1.0)
+_LEARNING_RATE = 0.01  # not the user's: a schedule may start at 0, which would show nothing
+_TOLERANCE = 1e-9  # of the largest movement; float64 rounding over twelve steps stays below 1e-12
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether each element is updated from that element's own value, gradients and state alone.
+
+    True for SGD, Adam and their like; False for those that look at a whole matrix (Muon, Adafactor, LAMB) and for any that fails
+    when it is given a slice. A trial sees small tensors and a dozen steps: set `Job(elementwise=False)` for an optimizer that changes
+    its rule for large tensors or later on.
+
+    >>> parameter = nn.Parameter(torch.ones(4, 4))
+    >>> is_elementwise(torch.optim.AdamW([parameter])), is_elementwise(torch.optim.Adafactor([parameter]))
+    (True, False)
+    """
+    return reach(optimizer) == "element"
+
+
+def reach(optimizer: Optimizer, *, elementwise: bool | None = None) -> Reach:
+    """How much an update of one element depends on: "element", "parameter", or "optimizer" (all parameters, or unknown).
+
+    elementwise: the answer to `is_elementwise`, if the user gave one.
+    """
+    if elementwise:
+        return "element"
+    with _undisturbed(optimizer):
+        try:
+            toys = _toys(optimizer)
+            whole = _run(optimizer, [[_Piece(toy, 0, toy.start.numel()) for toy in toys]])
+        except Exception:  # a user's optimizer may raise anything on parameters that are not its own
+            return "optimizer"
+        if not all(math.isfinite(moved) and moved > 0 for moved in whole.movements()):
+            return "optimizer"
+        ways: list[tuple[Reach, list[list[_Piece]]]] = [("parameter", _by_parameter(toys))]
+        if elementwise is None and whole.sliceable():
+            ways.insert(0, ("element", _by_element(toys)))
+        return next((way for way, ranks in ways if _agrees(optimizer, ranks, whole)), "optimizer")
+
+
+@dataclass(frozen=True)
+class _Toy:
+    """A small parameter that stands for those of `ndim` dims in one group; `model` is one of them."""
+
+    number: int
+    group: int
+    model: nn.Parameter
+    start: Tensor
+    gradients: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements `begin` to `end` of a toy, as a rank holds them: in its shape if it is all of it, else flat."""
+
+    toy: _Toy
+    begin: int
+    end: int
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        flat = tensor.reshape(-1)[self.begin : self.end].clone()
+        return flat.view(self.toy.start.shape) if flat.numel() == self.toy.start.numel() else flat
+
+
+@dataclass
+class _Outcome:
+    """Where the toys ended, by number, and each rank's optimizer."""
+
+    toys: dict[int, _Toy]
+    ends: dict[int, Tensor]
+    optimizers: list[Optimizer]
+
+    def movements(self) -> list[float]:
+        return [float((self.ends[number] - toy.start).abs().max()) for number, toy in self.toys.items()]
+
+    def sliceable(self) -> bool:
+        """Whether all state is one value per element, or one for all."""
+        states = [(held, value) for optimizer in self.optimizers for held, state in optimizer.state.items() for value in state.values()]
+        return all(_plain(value) if not isinstance(value, Tensor) else value.numel() == 1 or value.shape == held.shape for held, value in states)
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _toys(optimizer: Optimizer) -> list[_Toy]:
+    generator = torch.Generator().manual_seed(1)
+    toys: list[_Toy] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for model in {parameter.ndim: parameter for parameter in reversed(group["params"])}.values():
+            shape = () if model.ndim == 0 else (15,) if model.ndim == 1 else (5, 3, *(2 + dim % 2 for dim in range(model.ndim - 2)))
+            for _ in range(2):
+
+                def draw(scale: float, shape: tuple[int, ...] = shape, device: torch.device = model.device) -> Tensor:
+                    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(device)
+
+                toys.append(_Toy(len(toys), index, model, draw(1.0), [draw(scale) for scale in _SCALES]))
+    return toys
+
+
+def _by_element(toys: Sequence[_Toy]) -> list[list[_Piece]]:
+    ranks: list[list[_Piece]] = [[], [], []]
+    for toy in toys:
+        n = toy.start.numel()
+        at = n // 3 if toy.number % 2 == 0 else n  # every other toy stays whole, as most parameters of a model do
+        ranks[0] += [_Piece(toy, 0, at)] if at else []
+        ranks[1] += [_Piece(toy, at, n)] if at < n else []
+    return ranks
+
+
+def _by_parameter(toys: Sequence[_Toy]) -> list[list[_Piece]]:
+    return [[_Piece(toy, 0, toy.start.numel()) for toy in toys if toy.number % 2 == rank] for rank in range(2)] + [[]]
+
+
+def _agrees(optimizer: Optimizer, ranks: list[list[_Piece]], whole: _Outcome) -> bool:
+    """Whether ranks that hold these pieces end where one device did, in values and in the settings of every group."""
+    try:
+        parts = _run(optimizer, ranks)
+        reference = [_settings(group) for group in whole.optimizers[0].param_groups]
+        return all(
+            float((parts.ends[number] - end).abs().max()) <= _TOLERANCE * moved for (number, end), moved in zip(whole.ends.items(), whole.movements(), strict=True)
+        ) and all([_settings(group) for group in each.param_groups] == reference for each in parts.optimizers)
+    except Exception:  # see above
+        return False
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in settings.items()}
+
+
+def _run(optimizer: Optimizer, ranks: Sequence[Sequence[_Piece]]) -> _Outcome:
+    toys = {piece.toy.number: piece.toy for pieces in ranks for piece in pieces}
+    outcome = _Outcome(toys, {number: toy.start.clone() for number, toy in toys.items()}, [])
+    for pieces in ranks:
+        held = [(piece, nn.Parameter(piece.cut(piece.toy.start))) for piece in pieces]
+        stand_in = _copy(optimizer, held)
+        for step in range(len(_SCALES)):
+            for piece, parameter in held:
+                parameter.grad = piece.cut(piece.toy.gradients[step])
+            stand_in.step()
+        for piece, parameter in held:
+            outcome.ends[piece.toy.number].view(-1)[piece.begin : piece.end] = parameter.detach().reshape(-1)
+        outcome.optimizers.append(stand_in)
+    return outcome
+
+
+def _copy(optimizer: Optimizer, held: Sequence[tuple[_Piece, nn.Parameter]]) -> Optimizer:
+    """The same class and settings over `held`. Its constructor is not called: it may want arguments that nobody kept."""
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    for piece, parameter in held:
+        if piece.toy.model in optimizer.state:
+            state[parameter] = {key: _shrink(value, piece) for key, value in optimizer.state[piece.toy.model].items()}
+    # The memo makes every reference inside the copy consistent: an optimizer that wraps another shares its groups, one that keeps
+    # a list of parameters of its own finds bystanders there, does not move the toys, and is found out.
+    memo: dict[int, Any] = {id(optimizer): stand_in, id(optimizer.state): state}
+    for group in optimizer.param_groups:
+        memo.update({id(parameter): nn.Parameter(torch.zeros_like(parameter[:0] if parameter.ndim else parameter)) for parameter in group["params"]})
+    for name, value in vars(optimizer).items():
+        if name != "step":  # a scheduler puts its own there, bound to the original
+            vars(stand_in)[name] = OrderedDict[Any, Any]() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+    for index, group in enumerate(stand_in.param_groups):
+        group["params"][:] = [parameter for piece, parameter in held if piece.toy.group == index]
+        if "param_names" in group:
+            group["param_names"] = [f"toy{piece.toy.number}" for piece, _ in held if piece.toy.group == index]
+        if "lr" in group:
+            group["lr"] = torch.full_like(group["lr"], _LEARNING_RATE) if isinstance(group["lr"], Tensor) else _LEARNING_RATE
+    return stand_in
+
+
+def _shrink(value: Any, piece: _Piece) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if value.shape != piece.toy.model.shape or value.ndim == 0:
+        return value.clone()
+    flat = value.detach().reshape(-1)
+    n = piece.toy.start.numel()
+    resized = flat[torch.arange(n, device=flat.device) % max(flat.numel(), 1)] if flat.numel() else flat.new_zeros(n)
+    return piece.cut(resized.double() if resized.is_floating_point() else resized)
+
+
+@contextmanager
+def _undisturbed(optimizer: Optimizer) -> Iterator[None]:
+    """Random generators and warnings stay as they were."""
+    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"] if parameter.device.type == "cuda"}
+    with ExitStack() as around:
+        around.enter_context(preserved_draws())
+        if devices:
+            around.enter_context(torch.random.fork_rng(devices=[device.index for device in devices], device_type="cuda"))
+        around.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield

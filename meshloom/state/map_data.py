@@ -1,0 +1,148 @@
+"""Map-style data: which samples a step reads is a function of (seed, step), so a position is a step and nothing more.
+
+Each replica reads its own samples only. A sample's draws (augmentation) belong to (seed, epoch, index): they are the same
+whichever rank or worker reads it, and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from meshloom.comm.turns import Steps
+from meshloom.errors import DataError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.random import sample_order, sample_seed
+from meshloom.state.chunks import Chunk, Reader, cut_batch, share_of
+from meshloom.state.reading import Collation, Failure, read_ahead, seed_draws
+
+
+@dataclass(frozen=True)
+class Request:
+    """Samples `indices` of the dataset, as chunk `chunk` of `step`."""
+
+    step: int
+    chunk: int
+    epoch: int
+    indices: list[int]
+
+
+class ChunkSource(Dataset[Any]):
+    """A dataset whose items are whole chunks: collated samples, or the `Failure` to read them."""
+
+    def __init__(self, dataset: Any, job: Job) -> None:
+        self._dataset = dataset
+        self._seed = job.seed
+        self._collate = Collation(job)
+
+    def __getitem__(self, request: Request) -> Any:
+        samples: list[Any] = []
+        for index in request.indices:
+            seed_draws(sample_seed(self._seed, request.epoch, index))
+            try:
+                samples.append(self._dataset[index])
+            except Exception as error:
+                return Failure.of(f"Reading sample {index} (step {request.step})", error)
+        return self._collate(samples, request.step, request.chunk, request.indices)
+
+
+class Batches:
+    """The global batch of each step, as indices into a dataset of `num_samples`."""
+
+    def __init__(self, job: Job, num_samples: int) -> None:
+        self._job = job
+        self._num_samples = num_samples
+        whole, rest = divmod(num_samples, job.batch_size)
+        self.per_epoch = whole + (1 if rest and not job.drop_last else 0)
+        if not num_samples:
+            raise DataError("The dataset is empty. Job(data=...) must build one with samples.")
+        if not self.per_epoch:
+            raise DataError(
+                f"The dataset has {num_samples} samples, and drop_last=True drops the short batch of them (batch_size={job.batch_size}). "
+                f"Use batch_size={num_samples} or less, or drop_last=False."
+            )
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def size(self, step: int) -> int:
+        """Samples of the batch of `step`; the last one of an epoch may be short."""
+        return min(self._job.batch_size, self._num_samples - step % self.per_epoch * self._job.batch_size)
+
+    def of(self, step: int) -> tuple[int, list[int]]:
+        """Epoch of `step`, and the indices of its batch in order."""
+        epoch, position = divmod(step, self.per_epoch)
+        if self._order[0] != epoch:
+            self._order = epoch, sample_order(self._job.seed, epoch, self._num_samples, self._job.shuffle)
+        start = position * self._job.batch_size
+        return epoch, self._order[1][start : start + self._job.batch_size]
+
+
+class MapReader(Reader):
+    """The chunks of one replica, read by one loader for the whole run."""
+
+    def __init__(self, dataset: Any, num_samples: int, job: Job, plan: Plan, replica: int, start_step: int, stop_step: int) -> None:
+        self._source = ChunkSource(dataset, job)
+        self._num_samples = num_samples
+        self._batches = Batches(job, num_samples)
+        self._num_workers = job.num_workers
+        self._plan = plan
+        self._replica = replica
+        self._stop_step = stop_step
+        for step in (start_step, start_step + self._batches.per_epoch - 1 - start_step % self._batches.per_epoch):  # the latter may be short
+            if step < stop_step:
+                plan.check_batch(self._batches.size(step))
+        self._go_to(start_step)
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    def read(self, step: int) -> Steps[list[Chunk]]:
+        yield from ()  # nobody is waited for
+        assert step < self._stop_step, f"step {step} of a run that ends before step {self._stop_step}"
+        if step != self._next_step:
+            self._go_to(step)
+        cuts = share_of(self._replica, cut_batch(self._batches.size(step), self._plan), self._plan)
+        chunks = [Chunk(step, self._batches.size(step), cut.index, cut.samples, next(self._items) if cut.samples else None) for cut in cuts]
+        self._next_step = step + 1
+        return chunks
+
+    def close(self) -> None:
+        self._items.close()
+
+    def _go_to(self, step: int) -> None:
+        if hasattr(self, "_items"):
+            self.close()
+        self._next_step = step
+        self._items = read_ahead(self._source, self._num_workers, self._requests(step))
+
+    def _requests(self, start_step: int) -> Iterator[Request]:
+        """What this replica reads from `start_step` to the end of the run."""
+        for step in range(start_step, self._stop_step):
+            epoch, indices = self._batches.of(step)
+            for cut in share_of(self._replica, cut_batch(len(indices), self._plan), self._plan):
+                if cut.samples:
+                    yield Request(step, cut.index, epoch, indices[cut.start : cut.stop])
+
+
+EVALUATION = -1  # the epoch that draws belong to while evaluation data is read
+
+
+def map_chunks(dataset: Any, job: Job, plan: Plan, replica: int) -> Iterator[Chunk]:
+    """The chunks of `replica` of one pass over `dataset` in order, those with samples."""
+    starts = range(0, len(dataset), job.batch_size)
+    batches = [range(start, min(start + job.batch_size, len(dataset))) for start in starts]
+    requests = [
+        Request(step, cut.index, EVALUATION, list(batch[cut.start : cut.stop]))
+        for step, batch in enumerate(batches)
+        for cut in share_of(replica, cut_batch(len(batch), plan), plan)
+        if cut.samples
+    ]
+    items = read_ahead(ChunkSource(dataset, job), min(job.num_workers, len(requests)), requests)
+    return (
+        Chunk(request.step, len(batches[request.step]), request.chunk, len(request.indices), data)
+        for request, data in zip(requests, items, strict=True)
+    )

@@ -1,0 +1,167 @@
+"""Running statistics of normalisation layers, as one device has them that runs all replicas' chunks in order.
+
+They are a linear recurrence: running <- (1 - momentum) * running + momentum * batch. While a layer's own forward runs, its running
+buffers are replaced by others that start the step at 0, so that a replica's chunks together come out as
+
+    running -> decay * running + added          decay = product of (1 - momentum) over its calls, added = what the others became
+
+and the replicas' maps, applied in chunk order, give the same on all. The module itself, its momentum and its buffers, are not touched:
+the replacement is an instance's `forward`, there only while a chunk runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_HEADER = 3  # calls, decay, calls in evaluation mode
+
+
+def tracks(module: nn.Module) -> bool:
+    """Whether a layer has running statistics that torch's own forward updates. One with a forward of its own is not known."""
+    own_forward = type(module).forward in (_BatchNorm.forward, _InstanceNorm.forward) and "forward" not in vars(module)
+    return own_forward and bool(module.track_running_stats) and module.running_mean is not None
+
+
+class NormStatistics:
+    """The running statistics of `modules` [name, layer] over one step's chunks, and how the replicas' parts come together."""
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        self._layers = [_Layer(name, module) for name, module in modules]
+        index = [number for number, layer in enumerate(self._layers) for _ in range(2 * layer.channels)]
+        device = self._layers[0].mean().device if self._layers else None
+        self._layer_of = torch.tensor(index, dtype=torch.int64, device=device)  # of each element of a flat part
+
+    @property
+    def length(self) -> int:
+        """Elements of a part: float64."""
+        return _HEADER * len(self._layers) + len(self._layer_of)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Around a chunk's forward and backward (a checkpointed layer runs again there)."""
+        for layer in self._layers:
+            layer.install()
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.remove()
+
+    def take(self) -> Tensor:
+        """This replica's part of the step [length], and start the next."""
+        header = [number for layer in self._layers for number in (layer.calls, layer.decay, layer.evaluated)]
+        values = [value.double() for layer in self._layers for value in layer.added()]
+        for layer in self._layers:
+            layer.reset()
+        return torch.cat([torch.tensor(header, dtype=torch.float64, device=self._layer_of.device), *values])
+
+    def apply(self, parts: Tensor) -> list[str]:
+        """Update the layers from all replicas' parts [replicas, length]; the names of layers that ran in evaluation mode too."""
+        if not self._layers:
+            return []
+        split = _HEADER * len(self._layers)
+        headers: list[list[float]] = parts[:, :split].tolist()
+        running = torch.cat([value.double() for layer in self._layers for value in (layer.mean(), layer.var())])
+        tracked = [layer.tracked() for layer in self._layers]
+        for header, added in zip(headers, parts[:, split:], strict=True):
+            decays, scales = [1.0] * len(self._layers), [1.0] * len(self._layers)
+            for number, layer in enumerate(self._layers):
+                calls = int(header[_HEADER * number])
+                if layer.cumulative:  # the mean over all calls so far; `added` is the mean over this replica's
+                    total = max(tracked[number] + calls, 1)
+                    decays[number], scales[number] = tracked[number] / total if calls else 1.0, calls / total
+                else:
+                    decays[number] = header[_HEADER * number + 1]
+                tracked[number] += calls
+            running = self._spread(decays) * running + self._spread(scales) * added
+        at = 0
+        for layer, count in zip(self._layers, tracked, strict=True):
+            for value in (layer.mean(), layer.var()):
+                value.copy_(running[at : at + layer.channels])
+                at += layer.channels
+            layer.set_tracked(count)
+        totals = parts[:, :split].sum(0).view(-1, _HEADER).tolist()
+        return [layer.name for layer, (calls, _, evaluated) in zip(self._layers, totals, strict=True) if calls and evaluated]
+
+    def _spread(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self._layer_of.device)[self._layer_of]
+
+
+class _Layer:
+    """One layer: what its calls of this step add up to."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        self.name = name
+        self.module = module
+        self.channels: int = module.running_mean.numel()
+        self._counts = isinstance(module, _BatchNorm)  # InstanceNorm has a counter that it leaves at 0
+        self.reset()
+
+    def reset(self) -> None:
+        # New tensors, because autograd may have saved the old ones.
+        self.calls, self.decay, self.evaluated = 0, 1.0, 0
+        self._sums: dict[str, Tensor | None] | None = None
+
+    @property
+    def cumulative(self) -> bool:
+        return self.module.momentum is None and self._counts
+
+    def mean(self) -> Tensor:
+        return self.module.running_mean
+
+    def var(self) -> Tensor:
+        return self.module.running_var
+
+    def tracked(self) -> int:
+        count = self.module.num_batches_tracked
+        return 0 if count is None else int(count)
+
+    def set_tracked(self, count: int) -> None:
+        if self._counts and self.module.num_batches_tracked is not None:
+            self.module.num_batches_tracked.fill_(count)
+
+    def added(self) -> list[Tensor]:
+        sums = self._sums or {name: torch.zeros_like(self.mean()) for name in BUFFERS[:2]}
+        return [sums[name] for name in BUFFERS[:2]]  # type: ignore[misc]  # only the counter can be None
+
+    def install(self) -> None:
+        original: Callable[..., Any] = self.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            module = self.module
+            if not module.training:
+                self.evaluated += 1
+                return original(*args, **kwargs)
+            if self._sums is None:
+                self._sums = {name: None if module._buffers[name] is None else torch.zeros_like(module._buffers[name]) for name in BUFFERS}
+            kept = {name: module._buffers[name] for name in BUFFERS}
+            module._buffers.update(self._sums)
+            finished = False
+            try:
+                result = original(*args, **kwargs)
+                finished = True
+                return result
+            finally:
+                module._buffers.update(kept)
+                # A checkpointed layer is left by an exception in its second run, after it has updated its statistics.
+                if finished or not self._counts or int(self._sums["num_batches_tracked"] or 0) > self.calls:
+                    self.calls += 1
+                    self.decay *= 1.0 - (module.momentum or 0.0)
+
+        self.module.forward = forward
+
+    def remove(self) -> None:
+        vars(self.module).pop("forward", None)
+
+
+def norm_buffers(modules: Collection[nn.Module]) -> set[int]:
+    """The identities of the layers' running buffers."""
+    return {id(buffer) for module in modules for name in BUFFERS if (buffer := module._buffers.get(name)) is not None}  # pyright: ignore[reportPrivateUsage]

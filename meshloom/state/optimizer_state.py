@@ -1,0 +1,131 @@
+"""An optimizer's state as pieces of full-shape tensors under the parameters' names, and back.
+
+A state tensor that has a value per element (momentum) is saved as the piece that this rank holds, and loaded as the piece that it
+will hold, whatever the division was then. Everything else (a step counter, a factored variance) is saved whole, by the rank that holds
+the parameter's first element, and loaded by every rank that holds any. Plain values are saved as JSON in a tensor of bytes,
+because a rank that holds none of a parameter does not know them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshloom.errors import CheckpointError, JobError
+from meshloom.state.checkpoint import Piece
+from meshloom.state.json_values import NotPlain, from_json, to_json
+
+_JSON = ".json"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an optimizer updates here as one of its parameters: `tensor` is elements `start` to `stop` of parameter `name` [shape]."""
+
+    name: str
+    tensor: nn.Parameter
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    speaks: bool = True  # False where another rank holds the very same and saves it
+
+
+def state_pieces(optimizer: Optimizer, held: Sequence[Held]) -> list[Piece]:
+    """This rank's part of the state of `held`."""
+    pieces: list[Piece] = []
+    for each in held:
+        state: Mapping[str, Any] = optimizer.state.get(each.tensor, {}) if each.speaks else {}
+        for key, value in state.items():
+            path = _path(each.name, key)
+            if isinstance(value, Tensor) and value.shape == each.tensor.shape and value.ndim > 0 and value.numel() > 0:
+                pieces.append(Piece(path, value.detach().reshape(-1), each.start, each.stop, each.shape))
+            elif each.start == 0 < each.stop:
+                pieces.append(_whole(path, value))
+    return pieces
+
+
+def load_state(optimizer: Optimizer, held: Sequence[Held], read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Replace the optimizer's state by what was saved for `held`.
+
+    read: of (key, start, stop), elements of a saved tensor, flat. shapes: every saved key and the full shape behind it.
+    """
+    saved: dict[str, list[str]] = {}
+    for path in shapes:
+        if path.startswith("optimizer/"):
+            saved.setdefault(path.removeprefix("optimizer/").rsplit("/", 1)[0], []).append(path)
+    optimizer.state.clear()
+    for each in held:
+        state = {path.rsplit("/", 1)[1]: _load(path, each, read, shapes) for path in saved.get(each.name, ())}
+        if state:
+            optimizer.state[each.tensor] = {key.removesuffix(_JSON): _place(value, key, each.tensor, optimizer) for key, value in state.items()}
+
+
+def settings(optimizer: Optimizer) -> dict[str, Any]:
+    """The hyperparameters of every group and state that belongs to no parameter, as JSON."""
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    try:
+        groups = [to_json({key: value for key, value in group.items() if key not in ("params", "param_names")}) for group in optimizer.param_groups]
+        return {"kind": type(optimizer).__name__, "groups": groups, "shared": to_json(shared)}
+    except NotPlain as error:
+        raise JobError(
+            f"{type(optimizer).__name__} cannot be saved: in a group or its shared state, {error}. Keep numbers, strings, small tensors and lists of them there."
+        ) from None
+
+
+def load_settings(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restore what `settings` returned."""
+    if saved["kind"] != type(optimizer).__name__ or len(saved["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"The checkpoint's optimizer is {saved['kind']} with {len(saved['groups'])} group(s), the job's is {type(optimizer).__name__} with "
+            f"{len(optimizer.param_groups)}. Resume with the optimizer that was saved, or start a new run."
+        )
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in from_json(values).items():
+            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                group[key].copy_(value)  # a scheduler may hold this very tensor
+            else:
+                group[key] = value
+    optimizer.state.update(from_json(saved["shared"]))
+
+
+def _path(name: str, key: Any) -> str:
+    if not isinstance(key, str) or "/" in key:
+        raise JobError(f"The optimizer keeps state of {name} under {key!r}. Use a string without '/', so that it can be saved.")
+    return f"optimizer/{name}/{key}"
+
+
+def _whole(path: str, value: Any) -> Piece:
+    if isinstance(value, Tensor):
+        return Piece(path, value.detach().reshape(-1), 0, value.numel(), tuple(value.shape))
+    try:
+        text = json.dumps(to_json(value)).encode()
+    except NotPlain as error:
+        raise JobError(f"State {path} cannot be saved: {error}. Keep tensors, numbers, strings and lists of them in an optimizer's state.") from None
+    return Piece(path + _JSON, torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, len(text), (len(text),))
+
+
+def _load(path: str, held: Held, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]]) -> Any:
+    shape = tuple(shapes[path])
+    if path.endswith(_JSON):
+        return from_json(json.loads(read(path, 0, shape[0]).numpy().tobytes()))
+    if shape == held.shape:
+        return read(path, held.start, held.stop).view(held.tensor.shape)
+    count = 1
+    for size in shape:
+        count *= size
+    return read(path, 0, count).view(shape)
+
+
+def _place(value: Any, key: str, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
+    """Put a state tensor where torch's optimizers keep it: beside the parameter, step counters on the host."""
+    if not isinstance(value, Tensor):
+        return value
+    group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return value.to("cpu" if on_host else parameter.device, copy=True)

@@ -1,0 +1,130 @@
+"""Runs the job's dataset and `collate`, here or in worker processes, so that what they draw and how they fail is known.
+
+Every sample and every `collate` starts from a seed of its own in the CPU generators of torch, `random` and numpy. An
+exception becomes a `Failure` on the spot, since one that crosses a process loses its traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import random
+import sysconfig
+import traceback
+from collections.abc import Callable, Generator, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+from meshloom.errors import DataError
+from meshloom.job import Job
+from meshloom.random import derive, preserved_draws
+
+
+def seed_draws(value: int) -> None:
+    """Seed the CPU generators: 10 us, where `torch.manual_seed`, which visits every kind of device, takes 200."""
+    torch.default_generator.manual_seed(value)
+    random.seed(value)
+    numpy.random.seed(value % 2**32)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the job's own code could not give what was asked: one sentence, and where it comes from."""
+
+    sentence: str
+    traceback: str = ""
+    error: Exception | None = field(default=None, compare=False)  # only in the process where it happened
+
+    @staticmethod
+    def of(what: str, error: Exception) -> Failure:
+        """`what` names the sample or the chunk; the sentence adds the user's source line and the exception."""
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), frames[-1])
+        text = "".join(traceback.format_exception(error))
+        reason = " ".join(str(error).split())
+        sentence = f"{what} failed at {frame.filename}:{frame.lineno} in {frame.name}: {type(error).__name__}: {reason}"
+        return Failure(sentence, text, error if get_worker_info() is None else None)
+
+    def to_error(self) -> DataError:
+        """A `DataError` whose cause is the user's exception, or the text of a worker's traceback."""
+        error = DataError(self.sentence)
+        error.__cause__ = self.error or (WorkerError(f"\n{self.traceback}") if self.traceback else None)
+        return error
+
+
+class WorkerError(Exception):
+    """The traceback of an exception in a worker process, as text."""
+
+
+_NOT_USERS = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<"})
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith(_NOT_USERS)
+
+
+class Collation:
+    """The job's `collate`, run on a seed of the chunk's own and with its failures described."""
+
+    def __init__(self, job: Job) -> None:
+        self._collate: Callable[[list[Any]], Any] = job.collate or default_collate
+        self._seed = job.seed
+        self._sendable = False
+
+    def __call__(self, samples: list[Any], step: int, index: int, names: Iterable[object]) -> Any:
+        """Batch of `samples`, called `names` in an error, for chunk `index` of `step`; or a `Failure`."""
+        what = f"Collating chunk {index} of step {step} (samples {', '.join(map(str, names))})"
+        seed_draws(derive(self._seed, "collate", step, index))
+        try:
+            data = self._collate(samples)
+            if get_worker_info() is not None and not self._sendable:
+                pickle.dumps(data)  # once per worker: what cannot be sent would be waited for without end
+                self._sendable = True
+        except Exception as error:
+            return Failure.of(what, error)
+        return data
+
+
+def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] | None = None) -> Generator[Any, None, None]:
+    """`source[request]` of each request (all of `source`, if iterable), in order, read by `num_workers` forked processes or here.
+
+    The caller's generators are left as they were. Raises the `DataError` of a `Failure`. Closing the iterator ends the processes.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        source,
+        batch_size=None,  # a request is a whole chunk already
+        sampler=requests,
+        num_workers=num_workers,
+        collate_fn=_unchanged,
+        generator=torch.Generator(),  # or the loader would draw from the caller's
+        multiprocessing_context=multiprocessing.get_context("fork") if num_workers else None,  # nothing of a job is pickled
+    )
+    # Nothing below may be left holding the loader's iterator, an exception's traceback included: its processes end with it.
+    iterator = iter(loader)
+    try:
+        while True:
+            broken = ""
+            with nullcontext() if num_workers else preserved_draws():
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                except RuntimeError as error:
+                    broken, item = str(error), None
+            if broken:
+                raise DataError(f"The processes that read data failed: {broken} Job(num_workers=0) reads in the rank's own process.")
+            if isinstance(item, Failure):
+                raise item.to_error()
+            yield item
+    finally:
+        del iterator
+
+
+def _unchanged(item: Any) -> Any:
+    return item

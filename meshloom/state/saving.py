@@ -1,0 +1,231 @@
+"""Saves a checkpoint so that a crash at any moment leaves the one before it whole.
+
+    rank 0      make .saving-step-N      model, state-0                meta.json | rename to step-N, remove old ones
+    rank r                          |    state-r                  |              |
+                                  all meet                      all meet     from here on it is the newest
+
+All ranks write into one directory, which they must share. Nothing counts before meta.json is there, and that is written when
+everything else is on the disk. What a crash leaves unfinished is removed, and what it left unnamed is named, by the next save.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import collect, share
+from meshloom.errors import CheckpointError
+from meshloom.state.layout import (
+    META,
+    MODEL,
+    REMOVED,
+    SAVING,
+    VERSION,
+    Piece,
+    amount,
+    committed,
+    last_order,
+    meta_text,
+    read_meta,
+    state_name,
+    step_name,
+    sync_directory,
+    write_tensors,
+)
+
+Identity = tuple[str, int, int, tuple[int, ...], int]  # key, start, stop, shape, bytes
+
+
+def save(
+    directory: Path,
+    step: int,
+    *,
+    weights: Mapping[str, Tensor],
+    pieces: Sequence[Piece],
+    values: Any,
+    fingerprint: Mapping[str, str],
+    plan_text: str,
+    group: Group,
+    keep: int,
+) -> Steps[Path]:
+    """Save as `directory`/step-..., and remove all but the `keep` that were saved last. Every rank of `group` calls it.
+
+    weights: by name, in full shape; of rank 0, the others' are not looked at.
+    pieces: what this rank has of the optimizer's state. A piece that several ranks have is written by one of them.
+    values: anything JSON holds; of rank 0.
+    Raises the same `CheckpointError` on every rank when any of them cannot write; nothing but older checkpoints is left then.
+    """
+    rank = group.rank
+    temporary = directory / f"{SAVING}{step_name(step)}"
+    problem = _attempt(rank, directory, 0, lambda: _prepare(directory, temporary)) if rank == 0 else None
+    try:
+        everyone = yield from collect(group, {"problem": problem, "pieces": [_identity(piece) for piece in pieces]})
+        writers = _writers([[(key, start, stop, tuple(shape), size) for key, start, stop, shape, size in each["pieces"]] for each in everyone])
+        problem = _first_problem(everyone)
+        files: dict[str, Any] = {}
+        if problem is None:
+            contents = {state_name(rank, group.size): {piece.name: piece.tensor for piece in pieces if writers[_identity(piece)] == rank}}
+            if rank == 0:
+                contents[MODEL] = dict(weights)
+            needed = sum(tensor.nbytes for tensors in contents.values() for tensor in tensors.values())
+            problem = _attempt(rank, directory, needed, lambda: _write(temporary, contents, files))
+        everyone = yield from collect(group, {"problem": problem, "files": files})
+        problem = _first_problem(everyone)
+        if rank == 0 and problem is None:
+            body = {
+                "version": VERSION,
+                "order": 1 + last_order(directory),
+                "step": step,
+                "plan": plan_text,
+                "fingerprint": dict(fingerprint),
+                "values": values,
+                "files": {name: facts for each in everyone for name, facts in each["files"].items()},
+                "pieces": _index(writers, group.size),
+            }
+            problem = _attempt(rank, directory, 0, lambda: _commit(directory, temporary, body, keep))
+        sentence = None
+        if rank == 0 and problem is not None:
+            _discard(temporary)
+            sentence = _sentence(directory, step, problem)
+        sentence = yield from share(group, sentence)
+    except BaseException:
+        if rank == 0:  # interrupted, or another rank went away
+            _discard(temporary)
+        raise
+    if sentence is not None:
+        raise CheckpointError(sentence)
+    return directory / step_name(step)
+
+
+def _identity(piece: Piece) -> Identity:
+    return piece.key, piece.start, piece.stop, tuple(piece.shape), piece.tensor.nbytes
+
+
+def _writers(everyone: Sequence[Sequence[Identity]]) -> dict[Identity, int]:
+    """Which rank writes each piece: of those that have it, the one with the least to write so far."""
+    holders: dict[Identity, list[int]] = {}
+    for rank, identities in enumerate(everyone):
+        for identity in identities:
+            holders.setdefault(identity, []).append(rank)
+    load = [0] * len(everyone)
+    writers: dict[Identity, int] = {}
+    for identity, ranks in holders.items():
+        writers[identity] = min(ranks, key=load.__getitem__)
+        load[writers[identity]] += identity[-1]
+    return writers
+
+
+def _index(writers: Mapping[Identity, int], num_ranks: int) -> dict[str, Any]:
+    """By key: the shape of the whole, and where its parts are, as [file, start, stop]."""
+    index: dict[str, Any] = {}
+    for (key, start, stop, shape, _), rank in sorted(writers.items(), key=lambda item: item[0][:3]):
+        index.setdefault(key, {"shape": list(shape), "parts": []})["parts"].append([state_name(rank, num_ranks), start, stop])
+    return index
+
+
+def _prepare(directory: Path, temporary: Path) -> None:
+    """Finish or remove what a crash left, and make the directory to write to."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.glob(f"{SAVING}*"):
+        if read_meta(path) is not None:
+            _name(path, directory)
+        else:
+            shutil.rmtree(path)
+    for path in directory.glob(f"{REMOVED}*"):
+        shutil.rmtree(path)
+    temporary.mkdir()
+
+
+def _write(temporary: Path, contents: Mapping[str, Mapping[str, Tensor]], files: dict[str, Any]) -> None:
+    if not temporary.is_dir():
+        raise CheckpointError(f"it does not see {temporary}, which rank 0 made; all ranks must save to one directory that they share")
+    for name, tensors in contents.items():
+        files[name] = write_tensors(temporary / name, tensors)
+
+
+def _commit(directory: Path, temporary: Path, body: Mapping[str, Any], keep: int) -> None:
+    """Make the checkpoint count: from the rename of meta.json on it does."""
+    for name, facts in body["files"].items():
+        path = temporary / name
+        size = path.stat().st_size if path.exists() else None
+        if size != facts["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes instead of {facts['bytes']}"
+            raise CheckpointError(f"{name}, which another rank wrote, {found}; all ranks must save to one directory that they share")
+    part = temporary / f"{META}.part"
+    with part.open("x") as file:
+        file.write(meta_text(body))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(temporary)
+    part.rename(temporary / META)
+    sync_directory(temporary)
+    _name(temporary, directory)
+    for path in committed(directory)[keep:]:
+        _remove(path, directory)
+
+
+def _name(temporary: Path, directory: Path) -> None:
+    """Give a whole checkpoint its name, in place of an older one of the same step."""
+    target = directory / temporary.name.removeprefix(SAVING)
+    replaced = _set_aside(target, directory) if target.exists() else None
+    temporary.rename(target)
+    sync_directory(directory)
+    if replaced:
+        shutil.rmtree(replaced)
+
+
+def _remove(path: Path, directory: Path) -> None:
+    aside = _set_aside(path, directory)
+    sync_directory(directory)
+    shutil.rmtree(aside)
+
+
+def _set_aside(path: Path, directory: Path) -> Path:
+    """Rename first, so that a removal that is killed half-way does not look like a checkpoint."""
+    aside = directory / f"{REMOVED}{path.name}"
+    path.rename(aside)
+    return aside
+
+
+def _discard(temporary: Path) -> None:
+    if read_meta(temporary) is None:  # with it, it is whole, and the next save will name it
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _attempt(rank: int, directory: Path, needed: int, action: Any) -> dict[str, Any] | None:
+    """Run `action`; what the others should know if it fails."""
+    try:
+        action()
+    except (OSError, CheckpointError) as error:
+        reason, full = str(error), False
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror + (f" ({error.filename})" if error.filename else "")
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return {"rank": rank, "reason": reason, "needed": needed, "free": _free(directory) if full else None}
+    return None
+
+
+def _free(directory: Path) -> int | None:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return None
+
+
+def _first_problem(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    return next((each["problem"] for each in everyone if each["problem"] is not None), None)
+
+
+def _sentence(directory: Path, step: int, problem: Mapping[str, Any]) -> str:
+    room = f" It needs {amount(problem['needed'])} there, and {amount(problem['free'])} are free." if problem["free"] is not None else ""
+    older = committed(directory)
+    previous = f"The checkpoint before it is whole: {older[0]}." if older else "There is no earlier checkpoint."
+    return f"Rank {problem['rank']} cannot save step {step} in {directory}: {problem['reason']}.{room} {previous}"

@@ -1,0 +1,156 @@
+"""Iterable data: rank 0 reads the stream and deals each global batch out, so that nothing is read twice.
+
+    rank 0   read a batch, cut, collate every chunk -> scatter -> chunks 0 .. m-1
+    rank r                                          -> scatter -> chunks r*m .. r*m + m-1
+
+When the stream ends, the next epoch begins with a new `iter()`, told its number through `set_epoch` if it has one. A
+position in a stream is a number of batches: going there reads from the beginning and throws away, every sample under the
+seed it had, since a stream has no other way to say where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from itertools import count, islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import scatter_objects
+from meshloom.errors import JobError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.random import derive, sample_seed
+from meshloom.state.chunks import Chunk, Reader, cut_batch
+from meshloom.state.reading import Collation, Failure, read_ahead, seed_draws
+
+Sample = tuple[str, Any]  # what an error calls it, and the sample itself
+
+
+class StepSource(IterableDataset[Any]):
+    """A stream whose items are the chunks of whole steps: a list of `Chunk`, or the `Failure` to read it."""
+
+    def __init__(self, dataset: Any, job: Job, plan: Plan, start_step: int, stop_step: int) -> None:
+        self._dataset = dataset
+        self._job = job
+        self._plan = plan
+        self._steps = range(start_step, stop_step)
+        self._collate = Collation(job)
+
+    def __iter__(self) -> Iterator[list[Chunk] | Failure]:
+        batches = stream_batches(self._dataset, self._job)
+        for step, batch in zip(self._steps, islice(batches, self._steps.start, None), strict=False):
+            if isinstance(batch, Failure):
+                yield batch
+                return
+            chunks: list[Chunk] = []
+            for cut in cut_batch(len(batch), self._plan):
+                names, samples = zip(*batch[cut.start : cut.stop], strict=True) if cut.samples else ((), ())
+                data = self._collate(list(samples), step, cut.index, names) if cut.samples else None
+                if isinstance(data, Failure):
+                    yield data
+                    return
+                chunks.append(Chunk(step, len(batch), cut.index, cut.samples, data))
+            yield chunks
+
+
+def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | Failure]:
+    """The global batches, epoch after epoch without end; a `Failure` is the last item."""
+    for epoch in count():
+        position = 0
+        batch: list[Sample] = []
+        seed_draws(derive(job.seed, "stream", epoch))
+        try:
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+            samples = iter(dataset)
+        except Exception as error:
+            yield Failure.of(f"Starting epoch {epoch} of the stream", error)
+            return
+        while True:
+            seed_draws(sample_seed(job.seed, epoch, position))
+            try:
+                batch.append((f"{position} of epoch {epoch}", next(samples)))
+            except StopIteration:
+                break
+            except Exception as error:
+                yield Failure.of(f"Reading sample {position} of epoch {epoch} of the stream", error)
+                return
+            position += 1
+            if len(batch) == job.batch_size:
+                yield batch
+                batch = []
+        if batch and not job.drop_last:
+            yield batch
+        elif position < job.batch_size:
+            yield Failure(_dry(epoch, position, job))
+            return
+
+
+def _dry(epoch: int, num_samples: int, job: Job) -> str:
+    if num_samples:
+        return (
+            f"Epoch {epoch} of the stream has {num_samples} samples, and drop_last=True drops the short batch of them (batch_size={job.batch_size}). "
+            f"Use batch_size={num_samples} or less, or drop_last=False."
+        )
+    if epoch:
+        return (
+            f"The stream has no samples in epoch {epoch}: it ran dry after epoch {epoch - 1}. "
+            "Its __iter__ must start anew each time; a generator starts once."
+        )
+    return "The stream has no samples. Job(data=...) must build one that yields some."
+
+
+class StreamReader(Reader):
+    """The chunks of one replica, dealt out by rank 0 of `group`, which alone opens the stream."""
+
+    def __init__(self, dataset: Any, job: Job, plan: Plan, group: Group, start_step: int, stop_step: int) -> None:
+        if job.num_workers > 1:
+            raise JobError(
+                f"num_workers={job.num_workers} would read every sample of an iterable dataset {job.num_workers} times. "
+                "Use num_workers=1, which reads ahead in a process of its own, or a map-style dataset."
+            )
+        plan.check_batch(job.batch_size)
+        self._dataset = dataset if group.rank == 0 else None
+        self._job = job
+        self._plan = plan
+        self._group = group
+        self._stop_step = stop_step
+        self._go_to(start_step)
+
+    @property
+    def num_samples(self) -> None:
+        return None
+
+    def read(self, step: int) -> Steps[list[Chunk]]:
+        assert step < self._stop_step, f"step {step} of a run that ends before step {self._stop_step}"
+        if step != self._next_step:
+            self._go_to(step)
+        self._next_step = step + 1
+        if self._group.rank:
+            share: list[Chunk] = yield from scatter_objects(self._group, None)
+            return share
+        chunks = next(self._items)
+        self._plan.check_batch(sum(chunk.samples for chunk in chunks))
+        shares = [chunks[replica * self._plan.microbatches :][: self._plan.microbatches] for replica in range(self._group.size)]
+        if self._group.size > 1:
+            yield from scatter_objects(self._group, [None, *shares[1:]])
+        return shares[0]
+
+    def close(self) -> None:
+        self._items.close()
+
+    def _go_to(self, step: int) -> None:
+        if hasattr(self, "_items"):
+            self.close()
+        self._next_step = step
+        if self._group.rank == 0:
+            self._items = read_ahead(StepSource(self._dataset, self._job, self._plan, step, self._stop_step), self._job.num_workers)
+        else:
+            self._items = _nothing()
+
+
+def _nothing() -> Generator[Any, None, None]:
+    yield from ()

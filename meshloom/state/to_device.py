@@ -1,0 +1,47 @@
+"""Moves a batch, whatever it is built of, to a device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
+    """`tree` with every tensor on `device`; floating-point ones as `dtype`, if given.
+
+    Goes into mappings, lists, tuples, named tuples and dataclasses. Other objects are moved by their own `to(device)`, if they
+    have one; what is not made of tensors stays as it is.
+
+    >>> to_device({"x": torch.ones(2), "names": ["a", "b"]}, "cpu", torch.float64)
+    {'x': tensor([1., 1.], dtype=torch.float64), 'names': ['a', 'b']}
+    """
+    if isinstance(tree, Tensor):
+        return tree.to(device=device, dtype=dtype if dtype and tree.is_floating_point() else tree.dtype, non_blocking=True)
+    if isinstance(tree, PackedSequence):
+        moved = tree.to(device)
+        return moved.to(dtype) if dtype and moved.data.is_floating_point() else moved
+    if isinstance(tree, Mapping):
+        items = {key: to_device(value, device, dtype) for key, value in tree.items()}
+        if not isinstance(tree, MutableMapping):
+            return items
+        same_kind = copy.copy(tree)  # a subclass may have more to it than its items
+        for key, value in items.items():
+            same_kind[key] = value
+        return same_kind
+    if isinstance(tree, list | tuple):
+        values = [to_device(value, device, dtype) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        same_kind = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(same_kind, field.name, to_device(getattr(tree, field.name), device, dtype))  # frozen ones too
+        return same_kind
+    if hasattr(tree, "to") and not isinstance(tree, type):
+        return tree.to(device)
+    return tree

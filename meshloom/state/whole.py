@@ -1,0 +1,183 @@
+"""Whole parameters for optimizers that cannot work on slices: gradients come together, updated values go back.
+
+Every element of a parameter has one owner, which holds its averaged gradient. A *keeper* of a parameter updates all of it:
+
+    owners     rank 0 [ g g ]   rank 1 [ g g g ]   rank 2 [ g ]          fetch: all_to_all to the keeper, here rank 1
+                          \\           |            /
+    keeper                   [ g g g g g g ] -> step                     give_back: all_to_all to the owners
+
+One keeper per parameter divides state and work; where the optimizer looks at all parameters at once, every rank keeps all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group, Work
+from meshloom.comm.turns import Steps
+from meshloom.exchange.exchange import Slice
+
+
+class _Part(NamedTuple):
+    """Elements `start` to `stop` of parameter number `parameter`, owned by some rank."""
+
+    parameter: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def divide(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """A rank for each size, such that the sums are about equal: the largest first, each to the rank that has least.
+
+    >>> divide([5, 9, 4], 2)
+    [1, 0, 1]
+    """
+    loads = [0] * num_ranks
+    ranks = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        ranks[index] = min(range(num_ranks), key=lambda rank: loads[rank])
+        loads[ranks[index]] += sizes[index]
+    return ranks
+
+
+class WholeParameters:
+    """How gradients of `parameters` reach their keepers, and updated values the owners of their elements.
+
+    parameters: in the same order on all ranks. keepers: for each, the ranks of `group` that update it: one, or all.
+    owned: what this rank owns of any parameter.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], keepers: Sequence[Sequence[int]], owned: Sequence[Slice], group: Group) -> None:
+        self._parameters = list(parameters)
+        self._keepers = [tuple(ranks) for ranks in keepers]
+        self._group = group
+        number = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._positions = [index for index, slice_ in enumerate(owned) if id(slice_.parameter) in number]
+        self._slices = [owned[index] for index in self._positions]
+        self._mine = [_Part(number[id(slice_.parameter)], slice_.start, slice_.stop) for slice_ in self._slices]
+        self._parts: list[list[_Part]] | None = None  # of every rank, once known
+        self._dtypes = sorted({parameter.dtype for parameter in parameters}, key=str)
+        self._goes_back = any(len(ranks) < group.size for ranks in self._keepers)
+
+    def prepare(self) -> Steps[None]:
+        """Learn who owns what. Does nothing but the first time."""
+        if self._parts is not None:
+            return
+        device = self._parameters[0].device
+        counts = torch.empty(self._group.size, dtype=torch.int64, device=device)
+        work = self._group.all_gather(counts, torch.tensor([len(self._mine)], device=device))
+        yield
+        work.wait()
+        longest = max(int(counts.max()), 1)
+        mine = torch.full((longest, 3), -1, dtype=torch.int64)
+        for row, part in zip(mine, self._mine, strict=False):
+            row.copy_(torch.tensor(part))
+        everyone = torch.empty(self._group.size * longest * 3, dtype=torch.int64, device=device)
+        work = self._group.all_gather(everyone, mine.view(-1).to(device))
+        yield
+        work.wait()
+        rows: list[list[list[int]]] = everyone.view(self._group.size, longest, 3).tolist()
+        self._parts = [[_Part(*row) for row in rank if row[0] >= 0] for rank in rows]
+
+    def fetch(self, gradients: Sequence[Tensor | None]) -> Steps[None]:
+        """Set `.grad` of every parameter that this rank keeps; None if it was not used.
+
+        gradients: of this rank's owned slices, flat, None if not used. A number travels ahead of every slice: 1 used, 0 not.
+        """
+        yield from self.prepare()
+        works: list[Work] = []
+        received: list[Tensor] = []
+        for dtype in self._dtypes:
+            pieces: list[Tensor] = []
+            for keeper in range(self._group.size):
+                for part, position in zip(self._mine, self._positions, strict=True):
+                    if keeper in self._keepers[part.parameter] and self._parameters[part.parameter].dtype == dtype:
+                        pieces.append(_flagged(gradients[position], part.length, self._parameters[part.parameter]))
+            sizes = [sum(part.length + 1 for part in self._sent(self._group.rank, keeper, dtype)) for keeper in range(self._group.size)]
+            expected = [sum(part.length + 1 for part in self._sent(owner, self._group.rank, dtype)) for owner in range(self._group.size)]
+            received.append(self._parameters[0].new_empty(sum(expected), dtype=dtype))
+            works.append(self._group.all_to_all(received[-1], _join(pieces, received[-1]), expected, sizes))
+        yield
+        for work in works:
+            work.wait()
+        whole: dict[int, Tensor] = {}
+        for dtype, flat in zip(self._dtypes, received, strict=True):
+            at = 0
+            for owner in range(self._group.size):
+                for part in self._sent(owner, self._group.rank, dtype):
+                    if part.parameter not in whole:
+                        whole[part.parameter] = torch.zeros_like(self._parameters[part.parameter].detach(), memory_format=torch.contiguous_format)
+                        used = bool(flat[at])
+                        self._parameters[part.parameter].grad = whole[part.parameter] if used else None
+                    whole[part.parameter].view(-1)[part.start : part.stop] = flat[at + 1 : at + 1 + part.length]
+                    at += part.length + 1
+
+    def give_back(self) -> Steps[None]:
+        """Write the keepers' new values into the slices that this rank owns."""
+        if not self._goes_back:
+            return
+        works: list[Work] = []
+        received: list[Tensor] = []
+        for dtype in self._dtypes:
+            pieces: list[Tensor] = []
+            sizes: list[int] = []
+            for owner in range(self._group.size):
+                parts = self._returned(self._group.rank, owner, dtype)
+                pieces += [self._parameters[part.parameter].detach().view(-1)[part.start : part.stop] for part in parts]
+                sizes.append(sum(part.length for part in parts))
+            expected = [sum(part.length for part in self._returned(keeper, self._group.rank, dtype)) for keeper in range(self._group.size)]
+            received.append(self._parameters[0].new_empty(sum(expected), dtype=dtype))
+            works.append(self._group.all_to_all(received[-1], _join(pieces, received[-1]), expected, sizes))
+        yield
+        for work in works:
+            work.wait()
+        for dtype, flat in zip(self._dtypes, received, strict=True):
+            at = 0
+            for keeper in range(self._group.size):
+                for part in self._returned(keeper, self._group.rank, dtype):
+                    self._parameters[part.parameter].data.view(-1)[part.start : part.stop] = flat[at : at + part.length]
+                    at += part.length
+
+    def bytes_per_step(self) -> int:
+        """Bytes that this rank hands to all_to_all in a step. What goes back is known after `prepare`."""
+        here = self._group.rank
+        there = [rank for rank in range(self._group.size)]
+        total = 0
+        for part in self._mine:
+            total += (part.length + 1) * len(self._keepers[part.parameter]) * self._parameters[part.parameter].element_size()
+        for dtype in self._dtypes if self._parts is not None and self._goes_back else []:
+            total += sum(part.length * dtype.itemsize for owner in there for part in self._returned(here, owner, dtype))
+        return total
+
+    def bytes_once(self) -> int:
+        """Bytes that `prepare` hands to all_gather, once it has run."""
+        return 0 if self._parts is None else 8 + 24 * max(1, *(len(parts) for parts in self._parts))
+
+    def _sent(self, owner: int, keeper: int, dtype: torch.dtype) -> list[_Part]:
+        """Whose gradients go from `owner` to `keeper`, in order."""
+        assert self._parts is not None
+        return [part for part in self._parts[owner] if keeper in self._keepers[part.parameter] and self._parameters[part.parameter].dtype == dtype]
+
+    def _returned(self, keeper: int, owner: int, dtype: torch.dtype) -> list[_Part]:
+        """Whose values go from `keeper` to `owner`, in order: nothing where the owner keeps the parameter itself."""
+        return [part for part in self._sent(owner, keeper, dtype) if owner not in self._keepers[part.parameter]]
+
+
+def _flagged(gradient: Tensor | None, length: int, like: nn.Parameter) -> Tensor:
+    flagged = torch.zeros(length + 1, dtype=like.dtype, device=like.device)
+    if gradient is not None:
+        flagged[0] = 1
+        flagged[1:] = gradient
+    return flagged
+
+
+def _join(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(pieces)) if pieces else like.new_empty(0)

@@ -1,0 +1,368 @@
+"""The training loop, over parts that were built before it: devices, replicas, readers, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+
+from meshloom.comm.turns import Steps, advance_one, run_in_steps
+from meshloom.comm.values import collect
+from meshloom.errors import CheckpointError, JobError, MeshloomError, PlanError
+from meshloom.job import Job
+from meshloom.launch import World, launched_plan, open_world
+from meshloom.plan import Plan
+from meshloom.replica import Replica, StepResult
+from meshloom.report.summary import TimeShares, Traffic, time_shares
+from meshloom.state.checkpoint import Checkpoint, find
+from meshloom.state.data import Chunk, Reader, evaluation_chunks, open_reader
+from meshloom.state.saving import save
+
+T = TypeVar("T")
+CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This process's share of one global batch: the chunks of each replica that lives here (of all, when simulated)."""
+
+    step: int
+    shares: list[list[Chunk]]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All of them, in order."""
+        return [chunk for share in self.shares for chunk in share]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How a run stands after a step."""
+
+    step: int
+    steps: int
+    loss: float
+    gradient_norm: float | None
+    learning_rates: list[float]
+    samples_per_second: float
+    tokens_per_second: float | None
+    seconds_left: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run came to on this process's first rank."""
+
+    steps: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    evaluation: dict[str, float]
+    predicted: Traffic
+    counted: Traffic
+    shares: TimeShares
+    checkpoint: Path | None
+
+
+@dataclass
+class Listener:
+    """Who is told how a run goes; each is called on the process of rank 0 only."""
+
+    step: Callable[[Progress], None] = lambda progress: None
+    evaluated: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+    saved: Callable[[int, Path], None] = lambda step, path: None
+    note: Callable[[str], None] = lambda text: None
+
+
+@dataclass
+class _Clock:
+    """Seconds spent, and when the clocks of all ranks started together."""
+
+    start: float = field(default_factory=time.monotonic)
+    data: float = 0.0
+    steps: float = 0.0
+    num_steps: int = 0
+
+
+class Trainer:
+    """Trains a job under a plan, by `fit()` or in a loop of one's own:
+
+        with Trainer(job, "dp=4") as trainer:
+            for batch in trainer.batches():
+                loss = trainer.step(batch)
+
+    Started by `meshloom train` or torchrun this process is one rank; otherwise all ranks are simulated in it.
+
+    plan: a `Plan` or its text; None: the plan given on the command line, or dp=1.
+    devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, spread over its GPUs).
+    steps: the whole run's number of steps, instead of the job's.
+    out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
+    timeout_seconds: how long to wait for another rank. dtype: of parameters and floating-point data, for verification.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan | str | None = None,
+        *,
+        devices: str = "auto",
+        steps: int | None = None,
+        out: str | Path | None = None,
+        resume: str | Path | None = None,
+        timeout_seconds: float = 600.0,
+        dtype: torch.dtype | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        if not isinstance(job, Job):
+            raise JobError(f"Trainer takes a Job, not a {type(job).__name__}.")
+        self.job = job
+        self.plan = _plan(plan)
+        self.plan.check_batch(job.batch_size)
+        self.steps = steps if steps is not None else job.steps
+        if self.steps < 1:
+            raise JobError(f"steps={self.steps} must be 1 or more.")
+        self.out = Path(out) if out is not None else None
+        self.next_step = 0
+        self.listener = listener or Listener()
+        self._stack = ExitStack()
+        self._readers: list[Reader] = []
+        self._evaluation_data: Any = None
+        self._results: list[StepResult] = []
+        self._first_loss = math.nan
+        with self._stack as building:
+            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds))
+            self.replicas = [Replica(job, self.plan, seat, dtype=dtype) for seat in self.world.local]
+            for replica in self.replicas:
+                building.callback(replica.close)
+            self._check_separate()
+            self.together(lambda replica: replica.prepare())
+            if resume is not None:
+                self._resume(Path(resume))
+            self._start_step = self.next_step
+            self._checks = 0
+            self._clock = _Clock()
+            self._stack = building.pop_all()
+
+    def batches(self) -> Iterator[Batch]:
+        """This process's share of every global batch that is left, in order."""
+        try:
+            self._readers = self.together(lambda replica: open_reader(self.job, self.plan, replica.seat.world, self.next_step, self.steps))
+            while self.next_step < self.steps:
+                yield self._read()
+        finally:
+            self._close_readers()
+
+    def step(self, batch: Batch) -> float:
+        """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
+        started = time.monotonic()
+        self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
+        self.next_step = batch.step + 1
+        if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
+            self.together(lambda replica: replica.check_identical(batch.step))
+            self._checks += 1
+        self._clock.steps += time.monotonic() - started
+        self._clock.num_steps += 1
+        result = self._results[0]
+        if self._clock.num_steps == 1:
+            self._first_loss = result.loss
+        for note in self.replicas[0].statistics.take_notes():
+            self._tell(lambda: self.listener.note(note))
+        return result.loss
+
+    def evaluate(self) -> dict[str, float]:
+        """Every metric of the job's `Evaluate`, averaged over all of its data."""
+        if self.job.evaluate is None:
+            raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
+        if self._evaluation_data is None:
+            self._evaluation_data = self.job.evaluate.data()
+        chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.world) for replica in self.replicas]
+        return self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
+
+    def save(self) -> Path:
+        """Write a checkpoint of the state after the newest step into `out`; its path."""
+        if self.out is None:
+            raise CheckpointError("There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY.")
+        out = self.out
+
+        def write(replica: Replica) -> Steps[Path]:
+            pieces, values = replica.updater.state()
+            path = yield from save(
+                out,
+                self.next_step,
+                weights=replica.model.state_dict(),
+                pieces=pieces,
+                values={"updater": values, "seed": self.job.seed, "batch_size": self.job.batch_size},
+                fingerprint=_fingerprint(replica),
+                plan_text=str(self.plan),
+                group=replica.seat.world,
+                keep=self.job.keep_checkpoints,
+            )
+            return path
+
+        return self.together(write)[0]
+
+    def fit(self) -> Summary:
+        """Train to the last step, evaluating and saving when due."""
+        evaluation: dict[str, float] = {}
+        saved: Path | None = None
+        began = time.monotonic()
+        for batch in self.batches():
+            loss = self.step(batch)
+            self._tell(lambda: self.listener.step(self._progress(loss)))  # noqa: B023  (called at once)
+            last = self.next_step == self.steps
+            if self.job.evaluate and (last or self.next_step % self.job.evaluate.every == 0):
+                evaluation = self.evaluate()
+                self._tell(lambda: self.listener.evaluated(self.next_step, evaluation))  # noqa: B023
+            if self.out and (last or (self.job.checkpoint_every and self.next_step % self.job.checkpoint_every == 0)):
+                path = saved = self.save()
+                self._tell(lambda: self.listener.saved(self.next_step, path))  # noqa: B023
+        return self.summary(time.monotonic() - began, evaluation, saved)
+
+    def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
+        """Bytes and seconds of the steps taken so far, of this process's first rank."""
+        replica = self.replicas[0]
+        counts = dict(replica.replicas.counts)
+        for name, count in replica.seat.statistics.counts.items():
+            counts[name] = counts[name] + count if name in counts else count
+        blocked = sum(count.seconds for count in counts.values())
+        counted = Traffic.of({"dp": counts})
+        arrivals = self.together(lambda each: collect(each.seat.world, [at - self._clock.start for at in each.arrivals]))[0]
+        return Summary(
+            steps=self._clock.num_steps,
+            seconds=seconds,
+            first_loss=self._first_loss,
+            last_loss=self._results[0].loss if self._results else math.nan,
+            evaluation=evaluation,
+            predicted=self._predict(counted),
+            counted=counted,
+            shares=time_shares(self._clock.steps + self._clock.data, self._clock.data, blocked, arrivals, replica.seat.rank, self._clock.num_steps),
+            checkpoint=checkpoint,
+        )
+
+    def close(self) -> None:
+        """End reader processes, leave the groups, take the hooks off the models."""
+        self._close_readers()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
+        """Run one generator per local replica in lockstep, and return their results; errors say which rank."""
+        # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
+        turns = self.world.turns
+        in_turns = self.plan.sync_batch_norm and len(self.replicas) > 1
+
+        def advance(generators: Any) -> list[tuple[bool, Any]]:
+            if in_turns:
+                return turns.run([lambda each=each, seat=seat: _named(each, seat) for each, seat in zip(generators, self.world.local, strict=True)])
+            return [_named(each, seat) for each, seat in zip(generators, self.world.local, strict=True)]
+
+        return run_in_steps([steps(replica) for replica in self.replicas], advance if len(self.replicas) > 1 else None)
+
+    def _read(self) -> Batch:
+        started = time.monotonic()
+        shares = self.together(lambda replica: self._readers[self.replicas.index(replica)].read(self.next_step))
+        self._clock.data += time.monotonic() - started
+        return Batch(self.next_step, shares)
+
+    def _close_readers(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
+
+    def _resume(self, directory: Path) -> None:
+        checkpoint = Checkpoint.open(find(directory))
+        for name, here in (("seed", self.job.seed), ("batch_size", self.job.batch_size)):
+            if checkpoint.values[name] != here:
+                raise CheckpointError(
+                    f"The checkpoint was written with {name}={checkpoint.values[name]} and the job has {name}={here}: the data would not go on where it stopped. "
+                    f"Set {name}={checkpoint.values[name]}, or start a new run."
+                )
+        for replica in self.replicas:
+            checkpoint.check(_fingerprint(replica))
+            weights = checkpoint.weights()
+            with torch.no_grad():
+                for name, tensor in replica.model.state_dict().items():
+                    if isinstance(tensor, torch.Tensor):
+                        tensor.copy_(weights[name])
+            replica.updater.load(checkpoint.read, {key: checkpoint.shape(key) for key in checkpoint.keys()}, checkpoint.values["updater"])
+        self.next_step = checkpoint.step
+        if self.next_step >= self.steps:
+            raise CheckpointError(f"The checkpoint is at step {self.next_step} and the run has {self.steps} steps, so nothing is left. Give more with --steps.")
+
+    def _check_separate(self) -> None:
+        models = [id(replica.model) for replica in self.replicas]
+        if len(set(models)) < len(models):
+            raise JobError("Job(model=...) returned the same module twice. Let the function build a new one at every call: every replica has its own.")
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        if self.world.main:
+            call()
+
+    def _progress(self, loss: float) -> Progress:
+        clock = self._clock
+        seconds = max(clock.steps + clock.data, 1e-9)
+        samples = self.job.batch_size * clock.num_steps / seconds
+        return Progress(
+            step=self.next_step,
+            steps=self.steps,
+            loss=loss,
+            gradient_norm=self._results[0].gradient_norm,
+            learning_rates=self.replicas[0].updater.learning_rates(),
+            samples_per_second=samples,
+            tokens_per_second=samples * self.job.tokens_per_sample if self.job.tokens_per_sample else None,
+            seconds_left=seconds / clock.num_steps * (self.steps - self.next_step),
+            memory_bytes=self.world.memory_bytes(),
+        )
+
+    def _predict(self, counted: Traffic) -> Traffic:
+        replica = self.replicas[0]
+        total: dict[str, int] = dict(replica.bytes_once())
+
+        def add(part: Mapping[str, int], times: int) -> None:
+            for name, count in part.items():
+                total[name] = total.get(name, 0) + count * times
+
+        add(replica.bytes_per_step(), self._clock.num_steps)
+        if self.plan.dp > 1:
+            add({"all_gather": replica.bytes_per_check()}, self._checks)
+        return Traffic({"dp": {name: count for name, count in total.items() if count}})
+
+
+def _plan(plan: Plan | str | None) -> Plan:
+    given = launched_plan()
+    if plan is None:
+        return Plan.parse(given) if given else Plan()
+    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    if not isinstance(chosen, Plan):
+        raise PlanError(f"Trainer takes a Plan or its text, not a {type(plan).__name__}.")
+    if given and Plan.parse(given) != chosen:
+        raise PlanError(f"The program's own plan is {chosen} and the command line says --plan {given}. Leave one of them out, or make them equal.")
+    return chosen
+
+
+def _fingerprint(replica: Replica) -> dict[str, str]:
+    """Shape and dtype of everything that a checkpoint of this model holds."""
+    return {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in replica.model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+
+
+def _named(rank: Steps[Any], seat: Any) -> tuple[bool, Any]:
+    """Advance a simulated rank; an error of the user's code says on which one it happened."""
+    try:
+        return advance_one(rank)
+    except MeshloomError:
+        raise
+    except Exception as error:
+        error.add_note(f"on simulated rank {seat.rank} ({seat.place})")
+        raise

@@ -1,0 +1,59 @@
+"""A floating-point precision that is not the job's own, so that a difference can be told from rounding."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make new floating-point tensors of this dtype inside; None changes nothing."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def convert(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The same containers with every tensor on `device`, floating-point ones as `dtype` if given.
+
+    >>> convert({"x": [torch.ones(1)], "name": "a"}, torch.device("cpu"), torch.float64)
+    {'x': [tensor([1.], dtype=torch.float64)], 'name': 'a'}
+    """
+    if isinstance(tree, Tensor):
+        return tree.to(device, dtype if tree.is_floating_point() else None)
+    if isinstance(tree, Mapping):
+        items = {key: convert(value, device, dtype) for key, value in tree.items()}
+        if type(tree) is dict or not hasattr(tree, "__setitem__"):
+            return items
+        like = copy.copy(tree)
+        for key, value in items.items():
+            like[key] = value
+        return like
+    if isinstance(tree, list | tuple):
+        values = [convert(value, device, dtype) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        like = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(like, field.name, convert(getattr(tree, field.name), device, dtype))
+        return like
+    return tree.to(device) if hasattr(tree, "to") and not isinstance(tree, type) else tree
+
+
+def convert_model(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """`model` on `device`, its floating-point parameters and buffers as `dtype` if given; complex ones keep their imaginary part."""
+    moved = model.to(device)
+    for tensor in (*moved.parameters(), *moved.buffers()):
+        if dtype is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return moved

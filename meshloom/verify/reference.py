@@ -1,0 +1,368 @@
+"""One device that runs the plan's chunks one after another, as a plain loop: what a plan is held against.
+
+It shares no code with the exchange, the trainer or the optimizer path; the cutting of batches, the reading of samples and
+the order of an epoch's batches are written here a second time. For each step:
+
+    read the global batch, cut it into dp * m chunks          (with synchronised batch statistics: m chunks, see `_cut`)
+    for each chunk: seed, loss of the chunk, backward of its sum
+    gradient = sum / total weight;  clip;  optimizer step;  scheduler step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, default_collate
+
+from meshloom.errors import DataError, JobError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.random import KeyedDraws, chunk_seed, derive, model_seed, preserved_draws, sample_order, sample_seed, seed_everything
+from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
+from meshloom.verify.precision import convert, convert_model, default_dtype
+from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.watch import CastWatch, ModuleWatch, digest_parameters, digest_values
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ran:
+    loss_sum: float
+    weight: float
+    seed: int
+    draws: tuple[str, ...]
+    modules: tuple[ModuleOutput, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one forward of the reference computes: samples, and which chunks of the plan they are."""
+
+    key: int  # the chunk whose seed decides the draws
+    samples: Sequence[Any]
+    members: Sequence[tuple[int, Sequence[Any]]]  # chunk index of the plan -> its samples
+
+
+class Reference:
+    """One device's training run, a step at a time.
+
+    The last step can be run again in other ways (`evidence`, `whole_batch`) until the next `step`.
+    `dtype`: run in this precision instead of the job's own.
+    """
+
+    def __init__(self, job: Job, plan: Plan, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> None:
+        self.job = job
+        self.plan = plan
+        self.dtype = dtype
+        self.device = torch.device(device)
+        with preserved_draws():
+            seed_everything(model_seed(job.seed))
+            self.model = convert_model(job.model(), self.device, dtype)
+            named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            built = job.optimizer(named)
+            self._optimizers = list(built) if isinstance(built, list | tuple) else [built]
+            schedulers = job.scheduler(built) if job.scheduler else []
+            self._schedulers = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
+            self._batches = _batches(job)
+        self.precision = _precision(self.model)
+        self._watch = ModuleWatch(self.model)
+        self._casts = CastWatch(self.precision, self._watch)
+        self._number = -1  # of the last step
+        self._samples: list[Any] = []
+        self._before: dict[str, Tensor] = {}
+        self.initial = _on_cpu(dict(self.model.named_parameters()))
+
+    @property
+    def tied(self) -> dict[str, list[str]]:
+        """Parameters that the module holds under several names: first name -> the others."""
+        first: dict[int, str] = {}
+        tied: dict[str, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if (known := first.setdefault(id(parameter), name)) != name:
+                tied.setdefault(known, []).append(name)
+        return tied
+
+    def step(self) -> StepRecord:
+        """Run the next step. Raises `DataError` when there is no data."""
+        with preserved_draws(), self._watch.attached():
+            self._samples = next(self._batches)
+            self._number += 1
+            self.model.train()
+            self._before = {name: value.detach().clone() for name, value in self._state()}
+            self._casts = CastWatch(self.precision, self._watch)
+            chunks: list[ChunkRecord] = []
+            loss_sum, weight = 0.0, 0.0
+            self.model.zero_grad(set_to_none=True)
+            for share in self._cut(self._samples):
+                ran = self._run(share)
+                loss_sum, weight = loss_sum + ran.loss_sum, weight + ran.weight
+                chunks += self._chunk_records(share, ran)
+            self._divide(weight)
+            gradients = self._gradients()
+            norm = self._clip()
+            found = list(self._casts.casts)
+            for optimizer in self._optimizers:
+                with CastWatch(self.precision, optimizer=type(optimizer).__name__) as in_optimizer, default_dtype(self.dtype):
+                    optimizer.step()
+                found += in_optimizer.casts
+            for scheduler in self._schedulers:
+                scheduler.step()
+            return StepRecord(
+                step=self._number,
+                loss=loss_sum / weight,
+                weight=weight,
+                gradient_norm=norm,
+                gradients=_on_cpu(gradients),
+                buffers=_on_cpu(dict(self.model.named_buffers())),
+                parameters=_on_cpu(dict(self.model.named_parameters())),
+                chunks=chunks,
+                replicas=(digest_parameters(self.model.named_parameters()),),
+                casts=_unique(found),
+            )
+
+    def whole_batch(self) -> StepRecord:
+        """The last step's loss, gradients and module outputs with the whole batch as one chunk; nothing is updated."""
+        with self._again():
+            share = Share(key=0, samples=self._samples, members=[(0, self._samples)])
+            ran = self._run(share)
+            self._divide(ran.weight)
+            return StepRecord(
+                step=self._number,
+                loss=ran.loss_sum / ran.weight,
+                weight=ran.weight,
+                gradient_norm=None,
+                gradients=_on_cpu(self._gradients()),
+                buffers=_on_cpu(dict(self.model.named_buffers())),
+                parameters={},
+                chunks=self._chunk_records(share, ran),
+            )
+
+    def evidence(self, previous: StepRecord | None = None) -> Evidence:
+        """The last step again, chunk by chunk and in ways that would be wrong, to find out what another run did. `previous`: the step before."""
+        chunks: list[ChunkGradients] = []
+        chunk_norms: list[float] = []
+        of_replica: dict[int, dict[str, Tensor]] = {}
+        with self._again():
+            for share in self._cut(self._samples):
+                self.model.zero_grad(set_to_none=True)
+                ran = self._run(share)
+                gradients = self._gradients()
+                indices = [index for index, _ in share.members]
+                chunks.append(ChunkGradients(chunks=indices, weight=ran.weight, gradients=thin(gradients)))
+                chunk_norms.append(_norm(gradients))
+                mine = of_replica.setdefault(indices[0] // self.plan.microbatches, {})
+                for name, each in gradients.items():
+                    if each is not None:
+                        mine[name] = mine[name] + each if name in mine else each
+        has_buffers = next(self.model.buffers(), None) is not None
+        return Evidence(
+            plan=self.plan,
+            chunks=chunks,
+            chunk_norms=chunk_norms,
+            replica_norms={replica: _norm(sums) for replica, sums in of_replica.items()},
+            unsynchronised=thin(self.gradients_of(synchronised=False)) if self.plan.sync_batch_norm else None,
+            own_buffers=thin(self.gradients_of(own_buffers=True)) if has_buffers and self.plan.dp > 1 and not self.plan.sync_batch_norm else None,
+            previous=thin(previous.gradients) if previous else None,
+            tied=self.tied,
+            clip=self.job.clip_grad_norm,
+        )
+
+    def gradients_of(self, *, synchronised: bool = True, own_buffers: bool = False) -> Gradients:
+        """The last step's averaged gradients, computed in a way that would be wrong.
+
+        synchronised=False: batch statistics of each replica's own samples, whatever the plan says.
+        own_buffers: every replica starts from the buffers of before the step, instead of those the chunk before left.
+        """
+        m = self.plan.microbatches
+        with self._again():
+            weight, replica = 0.0, 0
+            for share in self._cut(self._samples, synchronised):
+                if own_buffers and share.key // m != replica:
+                    replica = share.key // m
+                    self._restore(buffers_only=True)
+                weight += self._run(share).weight
+            self._divide(weight)
+            return self._gradients()
+
+    def _cut(self, samples: Sequence[Any], synchronised: bool = True) -> Iterator[Share]:
+        """Non-empty shares in order of execution.
+
+        Chunk c = r * m + j is microbatch j of replica r. With synchronised batch statistics one share is microbatch j of all
+        replicas, in replica order, and j is its key:
+
+            m = 2, dp = 3      chunks  0 1 | 2 3 | 4 5      shares  0 2 4,  1 3 5
+        """
+        dp, m = self.plan.dp, self.plan.microbatches
+        if synchronised and self.plan.sync_batch_norm:
+            self.plan.check_batch(len(samples))
+        sizes = [len(samples) // (dp * m) + (1 if chunk < len(samples) % (dp * m) else 0) for chunk in range(dp * m)]
+        pieces = [samples[sum(sizes[:chunk]) : sum(sizes[: chunk + 1])] for chunk in range(dp * m)]
+        if synchronised and self.plan.sync_batch_norm:
+            for j in range(m):
+                members = [(chunk, pieces[chunk]) for chunk in range(j, dp * m, m)]
+                yield Share(key=j, samples=[sample for _, piece in members for sample in piece], members=members)
+        else:
+            for chunk, piece in enumerate(pieces):
+                if piece:
+                    yield Share(key=chunk, samples=piece, members=[(chunk, piece)])
+
+    def _run(self, share: Share) -> _Ran:
+        batch = convert(self._collate(share.samples, share.key), self.device, self.dtype)
+        seed_everything(chunk_seed(self.job.seed, self._number, share.key))
+        draws: list[str] = []
+        started_with = torch.initial_seed()
+        self._watch.start()
+        with default_dtype(self.dtype), self._casts:
+            with KeyedDraws(seen=draws):
+                value = self.job.loss(self.model, batch)
+            loss_sum, weight = _as_sum(value, len(share.samples))
+            loss_sum.backward()
+            modules = self._watch.stop()  # forwards that checkpointing repeats are among them, on both sides
+        return _Ran(loss_sum=float(loss_sum.detach()), weight=float(weight), seed=started_with, draws=tuple(draws), modules=modules)
+
+    def _chunk_records(self, share: Share, ran: _Ran) -> Iterator[ChunkRecord]:
+        """One record per chunk of the plan; the first of those that share a forward carries its loss, draws and modules."""
+        for index, samples in share.members:
+            first = index == share.members[0][0]
+            yield ChunkRecord(
+                index=index,
+                samples=len(samples),
+                weight=ran.weight if first else 0.0,
+                loss_sum=ran.loss_sum if first else 0.0,
+                data=digest_values(self._collate(samples, index)),
+                seed=ran.seed,
+                draws=ran.draws if first else (),
+                modules=ran.modules if first else (),
+            )
+
+    def _collate(self, samples: Sequence[Any], index: int) -> Any:
+        with preserved_draws():
+            seed_everything(derive(self.job.seed, "collate", self._number, index))
+            return (self.job.collate or default_collate)(list(samples))
+
+    def _divide(self, weight: float) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= weight
+
+    def _clip(self) -> float:
+        used = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        if self.job.clip_grad_norm is None:
+            return float(torch.nn.utils.get_total_norm([parameter.grad for parameter in used if parameter.grad is not None]))
+        return float(torch.nn.utils.clip_grad_norm_(used, self.job.clip_grad_norm))
+
+    def _gradients(self) -> Gradients:
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return {name: None if parameter.grad is None else parameter.grad.detach().clone() for name, parameter in named}
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
+    def _restore(self, buffers_only: bool = False) -> None:
+        with torch.no_grad():
+            for name, value in self.model.named_buffers() if buffers_only else self._state():
+                value.copy_(self._before[name])
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Inside, parameters and buffers are those of before the last step; afterwards all is as it was."""
+        after = {name: value.detach().clone() for name, value in self._state()}
+        with preserved_draws(), self._watch.attached():
+            try:
+                self._restore()
+                self.model.zero_grad(set_to_none=True)
+                yield
+            finally:
+                with torch.no_grad():
+                    for name, value in self._state():
+                        value.copy_(after[name])
+
+
+def _batches(job: Job) -> Iterator[list[Any]]:
+    """Samples of one global batch after another, for ever: what to read is decided by (seed, epoch, index)."""
+    seed_everything(derive(job.seed, "data"))
+    dataset = job.data()
+    return _iterated(job, dataset) if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") else _indexed(job, dataset)
+
+
+def _indexed(job: Job, dataset: Any) -> Iterator[list[Any]]:
+    if len(dataset) < (job.batch_size if job.drop_last else 1):
+        raise DataError(f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data.")
+    for epoch in count():
+        order = sample_order(job.seed, epoch, len(dataset), job.shuffle)
+        for start in range(0, len(order), job.batch_size):
+            indices = order[start : start + job.batch_size]
+            if len(indices) == job.batch_size or not job.drop_last:
+                yield [_read(job, epoch, index, lambda index=index: dataset[index]) for index in indices]
+
+
+def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
+    for epoch in count():
+        batches, batch = 0, list[Any]()
+        for sample in _stream(job, dataset, epoch):
+            batch.append(sample)
+            if len(batch) == job.batch_size:
+                yield batch
+                batches, batch = batches + 1, []
+        if batch and not job.drop_last:
+            yield batch
+        elif not batches:
+            raise DataError(f"Epoch {epoch} of the iterable data has less than one batch of {job.batch_size} samples. Use a smaller one.")
+
+
+def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:
+    with preserved_draws():
+        seed_everything(derive(job.seed, "stream", epoch))
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        source = iter(dataset)
+    for position in count():
+        sample = _read(job, epoch, position, lambda: next(source, _END))
+        if sample is _END:
+            return
+        yield sample
+
+
+_END = object()
+
+
+def _read(job: Job, epoch: int, index: int, read: Any) -> Any:
+    with preserved_draws():
+        seed_everything(sample_seed(job.seed, epoch, index))
+        return read()
+
+
+def _as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
+    """The sum of a loss and what to divide it by: given as a pair, or a mean over `samples`."""
+    loss, weight = value if isinstance(value, tuple) else (value, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise JobError("The loss must be one number: a mean over the batch's samples, or (sum, weight).")
+    return (loss.reshape(()) * samples, float(samples)) if weight is None else (loss.reshape(()), float(weight))
+
+
+def _norm(gradients: Mapping[str, Tensor | None]) -> float:
+    return math.sqrt(sum(float(torch.linalg.vector_norm(each)) ** 2 for each in gradients.values() if each is not None))
+
+
+def _precision(model: nn.Module) -> torch.dtype:
+    """The most precise floating-point dtype among the parameters."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.get_default_dtype())
+
+
+def _on_cpu(tensors: Any) -> Any:
+    """Copies that later steps do not change; None stays."""
+    return {name: None if value is None else value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+
+
+def _unique(casts: list[Cast]) -> tuple[Cast, ...]:
+    return tuple(dict.fromkeys(casts))

@@ -1,0 +1,150 @@
+"""What a verification found, as a value, as JSON records and as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshloom.verify.compare import Comparison, TensorError
+from meshloom.verify.mistakes import Cause
+from meshloom.verify.records import Cast
+from meshloom.verify.whole_batch import WholeBatch
+
+ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A plan against one device that runs the same chunks.
+
+    devices: one line, what ran the plan. precision: of the parameters. casts: what is less precise, on one device.
+    owned: share of the trainable elements that each rank updates. whole: against the whole batch, on the first step.
+    """
+
+    plan: str
+    devices: str
+    precision: str
+    steps: Sequence[Comparison]
+    causes: Sequence[Cause]
+    casts: Sequence[Cast]
+    owned: Sequence[float]
+    whole: WholeBatch | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the plan computes what one device computes."""
+        return bool(self.steps) and all(step.passed for step in self.steps)
+
+    @property
+    def first_wrong(self) -> Comparison | None:
+        """The first step that differs."""
+        return next((step for step in self.steps if not step.passed), None)
+
+    def worst(self, rows: int = ROWS) -> list[TensorError]:
+        """Largest errors, measured by their tolerance: of the first step that differs, or of all steps; one per name and kind."""
+        wrong = self.first_wrong
+        errors = [error for step in ([wrong] if wrong else self.steps) for error in step.errors]
+        worst: dict[tuple[str, str], TensorError] = {}
+        for error in sorted(errors, key=_severity, reverse=True):
+            worst.setdefault((error.name, error.kind), error)
+        return list(worst.values())[:rows]
+
+    def records(self) -> list[dict[str, Any]]:
+        """JSON-able values: one record per step, one for the end. Infinite errors are null."""
+        steps = [
+            {
+                "event": "verify_step",
+                "step": step.step,
+                "loss": step.loss[0],
+                "one_device_loss": step.loss[1],
+                "passed": step.passed,
+                "first_module": step.first_module,
+                "facts": list(step.facts),
+                "errors": [_error_record(error) for error in step.errors],
+            }
+            for step in self.steps
+        ]
+        end: dict[str, Any] = {
+            "event": "verify",
+            "plan": self.plan,
+            "devices": self.devices,
+            "precision": self.precision,
+            "passed": self.passed,
+            "causes": [asdict(cause) for cause in self.causes],
+            "casts": [asdict(cast) for cast in self.casts],
+            "owned": list(self.owned),
+            "worst": [_error_record(error) for error in self.worst()],
+            "whole_batch": {**asdict(self.whole), "error": _finite(self.whole.error), "equal": self.whole.equal} if self.whole else None,
+        }
+        return [*steps, end]
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The report for a person: losses, the worst tensors, the verdict, the whole batch."""
+    console.print(f"verify {report.plan} on {report.devices}, {report.precision}, against one device that runs the same chunks", highlight=False)
+    console.print(_losses(report))
+    console.print(_errors(report))
+    for text in _lines(report):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _losses(report: Report) -> Table:
+    table = Table("step", "loss", "one device", "largest error", box=None, pad_edge=False)
+    for step in report.steps:
+        worst = max(step.errors, key=_severity)
+        table.add_row(str(step.step), f"{step.loss[0]:.6f}", f"{step.loss[1]:.6f}", f"{worst.error:.1e} ({worst.kind}{_of(worst)})")
+    return table
+
+
+def _errors(report: Report) -> Table:
+    table = Table("worst", "of", "step", "error", "tolerance", "", box=None, pad_edge=False)
+    for error in report.worst():
+        table.add_row(error.name, error.kind, str(error.step), f"{error.error:.1e}", f"{error.tolerance:.1e}", "" if error.passed else "differs")
+    return table
+
+
+def _of(error: TensorError) -> str:
+    return "" if error.kind in ("loss", "norm") else f" of {error.name}"
+
+
+def _lines(report: Report) -> list[str]:
+    lines: list[str] = []
+    wrong = report.first_wrong
+    if wrong:
+        names = {error.name for error in wrong.errors if not error.passed}
+        lines.append(f"DIFFERS from step {wrong.step} on: {len(names)} tensors" + (f"; first module: {wrong.first_module}" if wrong.first_module else ""))
+        lines += [f"  {fact}" for fact in wrong.facts[:ROWS]]
+        lines += [f"  likely cause: {cause.sentence}" for cause in report.causes]
+    else:
+        lines.append(f"EQUAL to one device that runs the same chunks: {len(report.steps)} step{'s' if len(report.steps) > 1 else ''}")
+    left_out = sum(error.left_out for error in report.steps[0].errors if error.kind == "update") if report.steps else 0
+    elements = sum(error.elements for error in report.steps[0].errors if error.kind == "update") if report.steps else 0
+    if left_out:
+        lines.append(f"{left_out} of {elements} elements are left out after the first update: their gradient is hardly more than rounding")
+    for cast in report.casts:
+        where = f"optimizer {cast.place}" if cast.in_optimizer else f"module {cast.place}" if cast.place else "the model or loss"
+        lines.append(f"{where} computes in {cast.dtype}: tolerances {'after the first update ' if cast.in_optimizer else ''}are those of {cast.dtype}")
+    if any(share < 1 for share in report.owned):
+        lines.append(f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state")
+    if report.whole:
+        if report.whole.equal:
+            lines.append(f"whole batch: equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})")
+        else:
+            lines.append(f"whole batch: gradients differ by up to {report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}")
+    return lines
+
+
+def _severity(error: TensorError) -> float:
+    return error.error / error.tolerance if error.error == error.error else float("inf")
+
+
+def _error_record(error: TensorError) -> dict[str, Any]:
+    return {**asdict(error), "error": _finite(error.error), "passed": error.passed}
+
+
+def _finite(value: float) -> float | None:
+    return value if value - value == 0 else None

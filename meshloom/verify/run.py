@@ -1,0 +1,148 @@
+"""Runs a job under a plan and on one device, step by step in step, and holds one against the other.
+
+The plan runs through the ordinary trainer, with every random draw keyed; an observer in each replica notes what its chunks
+were given and what came out. Rank 0 collects the notes, runs the same step on one device and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import collect
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.replica import Replica, StepResult
+from meshloom.state.data import Chunk
+from meshloom.trainer import Trainer
+from meshloom.verify.hold import hold_against
+from meshloom.verify.precision import default_dtype
+from meshloom.verify.records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference import Reference
+from meshloom.verify.report import Report
+from meshloom.verify.watch import ModuleWatch, digest_values
+
+
+def verify(
+    job: Job, plan: Plan, *, devices: str = "auto", steps: int = 3, dtype: torch.dtype | None = None, timeout_seconds: float = 600.0
+) -> Report | None:
+    """Run `steps` steps of `job` under `plan` and on one device, and compare. None on ranks other than 0, which cannot tell.
+
+    dtype: run both in this precision; float64 tells a mistake from rounding. Raises as the trainer does.
+    """
+    keyed = replace(plan, keyed_draws=True)
+    with Trainer(job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, dtype=dtype) as trainer:
+        owned = trainer.together(_owned)[0]
+        records = _plan_steps(trainer, dtype)
+        if not trainer.world.main:
+            for _ in records:
+                pass
+            return None
+        reference = Reference(job, keyed, dtype, trainer.replicas[0].seat.device)
+        found = hold_against(reference, records)
+        return Report(
+            plan=str(plan), devices=trainer.world.why, precision=str(reference.precision).removeprefix("torch."), owned=owned,
+            steps=found.steps, causes=found.causes, casts=found.comparer.casts, whole=found.whole,
+        )  # fmt: skip
+
+
+def _plan_steps(trainer: Trainer, dtype: torch.dtype | None) -> Iterator[StepRecord]:
+    """A record per step; those of ranks other than 0 lack nothing, as everything in it is collected on all."""
+    with ExitStack() as stack:
+        notes = {id(replica): stack.enter_context(_observed(replica)) for replica in trainer.replicas}
+        for batch in trainer.batches():
+            for note in notes.values():
+                note.begin()
+            # Not trainer.step, which raises when replicas drift apart: that is for the report to say.
+            with default_dtype(dtype):
+                results = trainer.together(lambda replica: replica.step(batch.step, batch.shares[trainer.replicas.index(replica)]))  # noqa: B023
+            trainer.next_step = batch.step + 1
+            yield _record(trainer, results[0], notes)
+
+
+def _record(trainer: Trainer, result: StepResult, notes: Mapping[int, _Notes]) -> StepRecord:
+    first = trainer.replicas[0]
+    chunks = trainer.together(lambda replica: collect(replica.seat.world, [chunk.to_dict() for chunk in notes[id(replica)].chunks]))[0]
+    digests = trainer.together(lambda replica: replica.digests())[0]
+    return StepRecord(
+        step=result.step,
+        loss=result.loss,
+        weight=result.weight,
+        gradient_norm=result.gradient_norm,
+        gradients=notes[id(first)].gradients,
+        buffers=_on_cpu(first.model.named_buffers()),
+        parameters=_on_cpu(first.model.named_parameters()),
+        chunks=sorted((ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank), key=lambda chunk: chunk.index),
+        replicas=[digest_values(digest) for digest in digests],
+    )
+
+
+@dataclass
+class _Notes:
+    """What one replica's step was given, and what came out: an `Observer` of `replica.py`."""
+
+    modules: ModuleWatch
+    chunks: list[ChunkRecord] = field(default_factory=list[ChunkRecord])
+    gradients: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
+    _draws: list[str] = field(default_factory=list[str])
+    _seed: int = 0
+    _outputs: tuple[ModuleOutput, ...] = ()
+
+    def begin(self) -> None:
+        """A new step."""
+        self.chunks, self.gradients = [], {}
+
+    @contextmanager
+    def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[list[str]]:
+        """Around a chunk's forward and backward; the list is to receive the digests of its draws."""
+        self._draws, self._seed = [], torch.initial_seed()
+        self.modules.start()
+        yield self._draws
+        self._outputs = self.modules.stop()
+
+    def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
+        """Note the chunk."""
+        self.chunks.append(
+            ChunkRecord(
+                index=chunk.index,
+                samples=chunk.samples,
+                weight=weight,
+                loss_sum=loss_sum,
+                data=digest_values(chunk.data),
+                seed=self._seed,
+                draws=tuple(self._draws),
+                modules=self._outputs,
+            )
+        )
+
+    def averaged(self, gradients: dict[str, Tensor | None]) -> None:
+        """Note the averaged gradients."""
+        self.gradients = {name: None if each is None else each.detach().to("cpu", copy=True) for name, each in gradients.items()}
+
+
+@contextmanager
+def _observed(replica: Replica) -> Iterator[_Notes]:
+    watch = ModuleWatch(replica.model)
+    with watch.attached():
+        replica.observer = notes = _Notes(watch)
+        try:
+            yield notes
+        finally:
+            replica.observer = None
+
+
+def _owned(replica: Replica) -> Steps[list[float]]:
+    """Share of the trainable elements that each rank updates."""
+    elements = sum(parameter.numel() for _, parameter in replica.named)
+    mine = sum(part.stop - part.start for part in replica.exchange.owned)
+    return (yield from collect(replica.seat.world, mine / elements))
+
+
+def _on_cpu(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}

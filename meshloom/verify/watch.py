@@ -1,0 +1,160 @@
+"""Looking on while a chunk or an optimizer runs: what its data, draws and module outputs are, and where precision is lost.
+
+Watching changes nothing that is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshloom.verify.records import Cast, ModuleOutput
+
+
+def digest_values(values: Any) -> str:
+    """A hash of nested tensors, arrays and plain values; equal for equal values, on whatever device they lie.
+
+    >>> digest_values({"x": torch.ones(2)}) == digest_values({"x": torch.ones(2)}) != digest_values({"x": torch.zeros(2)})
+    True
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
+            flat = dense.cpu().contiguous().reshape(-1)
+            digest.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
+            digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        elif isinstance(leaf, numpy.ndarray) and leaf.dtype != object:
+            digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+        else:
+            digest.update(_bytes_of(leaf))
+    return digest.hexdigest()
+
+
+def digest_parameters(named: Iterable[tuple[str, Tensor]]) -> str:
+    """A hash of tensors by name: equal replicas have equal ones."""
+    return digest_values(dict(named))
+
+
+def _bytes_of(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception:  # whatever cannot be pickled (a lambda, a file) has at least a type
+        return str(type(value)).encode()
+
+
+class ModuleWatch:
+    """Records the output of every module, in order of execution, between `start` and `stop`.
+
+    >>> watch = ModuleWatch(nn.Sequential(nn.Identity()))
+    >>> with watch.attached():
+    ...     watch.start()
+    ...     _ = watch.model(torch.tensor([1.0, 2.0]))
+    >>> [(output.name, output.total, output.square) for output in watch.stop()]
+    [('0', 3.0, 5.0), ('', 3.0, 5.0)]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._outputs: list[ModuleOutput] = []
+        self._calls: dict[str, int] = {}
+        self._running: list[str] = []  # names of the modules whose forward is running, innermost last
+        self._on = False
+
+    @property
+    def place(self) -> str:
+        """Name of the module that is running now; the root module and what is outside of it are ''."""
+        return self._running[-1] if self._running else ""
+
+    @contextmanager
+    def attached(self) -> Iterator[ModuleWatch]:
+        """Hooks are there inside, and gone afterwards."""
+        handles: list[Any] = []
+        try:
+            for name, module in self.model.named_modules():
+                handles.append(module.register_forward_pre_hook(self._enter(name)))
+                handles.append(module.register_forward_hook(self._leave(name)))
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def start(self) -> None:
+        """Begin a chunk."""
+        self._outputs, self._calls, self._running, self._on = [], {}, [], True
+
+    def stop(self) -> tuple[ModuleOutput, ...]:
+        """End it: the outputs since `start`."""
+        self._on = False
+        return tuple(self._outputs)
+
+    def _enter(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if self._on:
+                self._running.append(name)
+
+        return hook
+
+    def _leave(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not self._on:
+                return
+            while self._running and self._running.pop() != name:
+                pass  # a module below left by an exception that was caught
+            call = self._calls[name] = self._calls.get(name, 0) + 1
+            self._outputs.append(_summary(name, call - 1, output))
+
+        return hook
+
+
+def _summary(name: str, call: int, output: Any) -> ModuleOutput:
+    total, square, count = 0.0, 0.0, 0
+    with torch.no_grad():
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                values = torch.view_as_real(leaf).detach() if leaf.is_complex() else leaf.detach()
+                values = values.double()
+                total, square, count = total + values.sum().item(), square + values.square().sum().item(), count + values.numel()
+    return ModuleOutput(name=name, call=call, total=total, square=square, count=count)
+
+
+class CastWatch(TorchDispatchMode):
+    """Notes operations that take a tensor of at least `precision` and give a less precise floating-point one.
+
+    `ModuleWatch`, if given, says in which module.
+    """
+
+    def __init__(self, precision: torch.dtype, modules: ModuleWatch | None = None, optimizer: str | None = None) -> None:
+        super().__init__()
+        self._bits = torch.finfo(precision).bits
+        self._modules = modules
+        self._optimizer = optimizer
+        self._seen: dict[tuple[str, str], Cast] = {}
+
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """What was seen, each place and dtype once."""
+        return tuple(self._seen.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        low = [dtype for dtype in _precisions(output) if torch.finfo(dtype).bits < self._bits]
+        if low and any(torch.finfo(dtype).bits >= self._bits for dtype in _precisions(args)):
+            place = self._optimizer or (self._modules.place if self._modules else "")
+            for dtype in low:
+                name = str(dtype).removeprefix("torch.")
+                self._seen.setdefault((place, name), Cast(place=place, dtype=name, in_optimizer=self._optimizer is not None))
+        return output
+
+
+def _precisions(values: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -1,0 +1,71 @@
+"""The second comparison: one device that runs the chunks against one device that runs the whole batch at once.
+
+They agree where samples do not interact and nothing is drawn. Where they differ it is the job's own nature, not a mistake of
+the plan, so this is reported with its reason and decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshloom.verify.compare import add_outputs, gradient_error, output_differs
+from meshloom.verify.records import ModuleOutput, StepRecord
+from meshloom.verify.reference import Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeBatch:
+    """How far the chunks are from the whole batch: largest error of a gradient; the losses; why they differ ("" if they do not)."""
+
+    error: float
+    loss: float
+    why: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether the difference is rounding."""
+        return not self.why
+
+
+def compare_whole_batch(reference: Reference, chunked: StepRecord, tolerance: float) -> WholeBatch:
+    """Run the reference's last step, recorded in `chunked`, again on its whole batch."""
+    whole = reference.whole_batch()
+    error = max((gradient_error(whole.gradients, chunked.gradients, name) for name in chunked.gradients), default=0.0)
+    scale = max(abs(whole.loss), abs(chunked.loss)) or 1.0
+    equal = error <= tolerance and abs(whole.loss - chunked.loss) <= tolerance * scale
+    return WholeBatch(error=error, loss=whole.loss, why="" if equal else _why(reference.model, whole, chunked, tolerance))
+
+
+def _why(model: nn.Module, whole: StepRecord, chunked: StepRecord, tolerance: float) -> str:
+    reasons: list[str] = []
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and _uses_batch(module)]  # pyright: ignore[reportPrivateUsage]
+    if norms:
+        reasons.append(f"batch statistics ({', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}) are taken over a chunk, not over the whole batch")
+    if any(chunk.draws for chunk in chunked.chunks):
+        reasons.append("random draws, such as dropout masks, belong to a chunk")
+    if not reasons and (module := _first_that_mixes(whole, chunked, tolerance)) is not None:
+        reasons.append(f"samples of a batch interact in {module or 'the model'}")
+    if not reasons:
+        reasons.append("the loss of a batch is not the mean of its samples' losses; if it averages over something else, such as tokens, return (sum, weight)")
+    return " and ".join(reasons)
+
+
+def _uses_batch(module: nn.Module) -> bool:
+    return bool(module.training) or getattr(module, "running_mean", None) is None
+
+
+def _first_that_mixes(whole: StepRecord, chunked: StepRecord, tolerance: float) -> str | None:
+    """The first module in order of execution whose outputs over all chunks do not add up to those on the whole batch."""
+    sums: dict[tuple[str, int], ModuleOutput] = {}
+    for chunk in chunked.chunks:
+        for output in chunk.modules:
+            key = output.name, output.call
+            sums[key] = add_outputs(sums[key], output) if key in sums else output
+    for output in (output for chunk in whole.chunks for output in chunk.modules):
+        parts = sums.get((output.name, output.call))
+        if parts is None or output_differs(parts, output, max(tolerance, 10 * torch.finfo(torch.float32).eps if tolerance > 1e-9 else tolerance)):
+            return output.name
+    return None

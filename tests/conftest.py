@@ -1,0 +1,208 @@
+"""Every test leaves the process and the machine as it found them, or fails saying what it left."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing.util
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from meshloom.random import seed_everything
+
+GRACE_SECONDS = 5.0  # for what is ending by itself when the test returns
+CACHES = {".pytest_cache", ".hypothesis", ".ruff_cache", "__pycache__"}
+
+
+def pytest_configure() -> None:
+    """One thread per process, as several ranks share the machine; orphans of orphans become this process's children, so that they are seen."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    PR_SET_CHILD_SUBREAPER = 36  # noqa: N806
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files of this process and its children go where nobody else's are, so that those left behind can be told."""
+    kept = tmp_path_factory.getbasetemp()  # pytest's own, which it removes itself, stays outside
+    multiprocessing.util.get_temp_dir()  # and so does Python's
+    environment, previous = dict(os.environ), tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="meshloom-tests-") as directory:
+        os.environ["TMPDIR"] = tempfile.tempdir = directory
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept / "torchinductor")  # torch makes one when it is first used
+        yield
+    tempfile.tempdir = previous
+    _restore_environment(environment)
+
+
+@pytest.fixture(autouse=True)
+def _hygiene(_own_temporary_directory: None) -> Iterator[None]:
+    """Fail a test that leaks a process, thread, file or segment, or changes what all tests share; undo it for the next one."""
+    seed_everything(0)
+    settings = {name: read() for name, (read, _) in SETTINGS.items()}
+    environment = dict(os.environ)
+    held = {name: find() for name, (find, _) in RESOURCES.items()}
+    yield
+    left: list[str] = []
+    for name, (find, end) in RESOURCES.items():
+        if (new := find() - held[name]) and (new := end(new)):
+            left.append(f"{name}: {', '.join(sorted(map(str, new)))}")
+    for name, (read, restore) in SETTINGS.items():
+        if (value := read()) != settings[name]:
+            left.append(f"{name}: {settings[name]} before, {value} after")
+            restore(settings[name])
+    left += _restore_environment(environment)
+    if left:
+        pytest.fail("This test left something behind.\n" + "\n".join(left), pytrace=False)
+
+
+# --- What all tests share: how to read it and how to put it back.
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, torch.set_default_device),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic algorithms": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    "anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "autocast on the CPU": (lambda: torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)),
+    "process group": (torch.distributed.is_initialized, lambda _: torch.distributed.destroy_process_group()),
+    "working directory": (os.getcwd, os.chdir),
+    "handler of SIGINT": (lambda: signal.getsignal(signal.SIGINT), lambda value: signal.signal(signal.SIGINT, value)),
+    "handler of SIGTERM": (lambda: signal.getsignal(signal.SIGTERM), lambda value: signal.signal(signal.SIGTERM, value)),
+}
+
+
+def _restore_environment(before: dict[str, str]) -> list[str]:
+    after = dict(os.environ)
+    changed = [name for name in {*before, *after} if before.get(name) != after.get(name) and name != "PYTEST_CURRENT_TEST"]
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name}: {before.get(name)!r} before, {after.get(name)!r} after" for name in sorted(changed)]
+
+
+# --- What can leak: how to find all there is, and, given what is new, what remains of it once it had its chance.
+
+
+def _children() -> set[int]:
+    """Children of this process and of the server that forks for it, without that server and Python's own resource tracker."""
+    server, tracker = forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid
+    return (_children_of(os.getpid()) | (_children_of(server) if server else set())) - {server, tracker}
+
+
+def _children_of(pid: int) -> set[int]:
+    found: set[int] = set()
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found.update(map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()))
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile: its children are another's now
+        return _children_of(pid) if Path(f"/proc/{pid}").exists() else set()
+    return found
+
+
+def _end_children(pids: set[int]) -> set[str]:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, timeout=GRACE_SECONDS)  # reaps those that are dead already
+    left = {f"{each.pid} {' '.join(each.cmdline())[:200]}" for each in alive}
+    for each in alive:
+        each.kill()
+    psutil.wait_procs(alive)
+    return left
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+
+
+def _join_threads(threads: set[threading.Thread]) -> set[threading.Thread]:
+    deadline = time.monotonic() + GRACE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {thread for thread in threads if thread.is_alive()}
+
+
+def _open_files() -> set[tuple[int, str]]:
+    """Files, pipes and sockets by descriptor; without devices and event queues, which libraries keep once they are used."""
+    own = {forkserver._forkserver._forkserver_alive_fd, resource_tracker._resource_tracker._fd}  # Python's, for the life of the process
+    found: set[tuple[int, str]] = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the directory that is being listed
+            continue
+        if int(name) not in own and not target.startswith(("/dev/null", "/dev/urandom", "/dev/pts", "anon_inode:", "/proc/")):
+            found.add((int(name), target))
+    return found
+
+
+def _still_open(files: set[tuple[int, str]]) -> set[tuple[int, str]]:
+    gc.collect()
+    return files & _open_files()
+
+
+def _segments() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _own_segments(names: set[str]) -> set[str]:
+    """Those that are left and that no process outside this test run holds."""
+    gc.collect()
+    names &= _segments()
+    if not names:
+        return names
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for process in psutil.process_iter():
+        if process.pid not in own:
+            try:
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+            except OSError:  # ended meanwhile, or another user's
+                continue
+            names = {name for name in names if f"/dev/shm/{name}" not in maps}
+    for name in names:
+        Path("/dev/shm", name).unlink(missing_ok=True)
+    return names
+
+
+def _temporary_files() -> set[Path]:
+    return {Path(tempfile.gettempdir(), name) for name in os.listdir(tempfile.gettempdir())}
+
+
+def _working_files() -> set[Path]:
+    return {Path.cwd() / name for name in os.listdir() if name not in CACHES}
+
+
+def _left_files(paths: set[Path]) -> set[Path]:
+    return {path for path in paths if path.exists()}
+
+
+RESOURCES: dict[str, tuple[Callable[[], set[Any]], Callable[[set[Any]], set[Any]]]] = {
+    "processes": (_children, _end_children),
+    "threads": (_threads, _join_threads),
+    "open files": (_open_files, _still_open),
+    "segments in /dev/shm": (_segments, _own_segments),
+    "temporary files": (_temporary_files, _left_files),
+    "files in the working directory": (_working_files, _left_files),
+}

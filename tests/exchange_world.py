@@ -1,0 +1,91 @@
+"""A few replicas of a small model in lockstep with an exchange each, and the one device they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.exchange.all_reduce import AllReduce
+from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.zero import ZeroOne
+
+KINDS: dict[str, Callable[..., Exchange]] = {"all_reduce": AllReduce, "zero": ZeroOne}
+
+
+class Net(nn.Module):
+    """Two layers of odd sizes; `twice` is used twice, `never` not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.twice = nn.Linear(7, 7)
+        self.never = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.twice(torch.tanh(self.twice(self.first(x)))) * self.scale)
+
+
+def replicas(size: int, kind: str, *, bucket_bytes: int = 200, overlap: bool = True, groups: Sequence[Group] | None = None) -> list[tuple[Net, Exchange]]:
+    """`size` equal models with hooks, and their exchanges."""
+    made: list[tuple[Net, Exchange]] = []
+    for group in groups or simulated_groups(size):
+        torch.manual_seed(0)
+        model = Net().double()
+        exchange = KINDS[kind](list(model.named_parameters()), group, bucket_bytes=bucket_bytes, overlap=overlap)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
+        made.append((model, exchange))
+    return made
+
+
+def backward(model: nn.Module, exchange: Exchange, chunks: Sequence[Tensor]) -> None:
+    """Forward and backward of the sum of each chunk's loss."""
+    exchange.begin_step()
+    for chunk in chunks:
+        if chunk is chunks[-1]:
+            exchange.begin_last_chunk()
+        model(chunk).square().sum().backward()
+
+
+def whole_gradients(world: Sequence[tuple[Net, Exchange]], weight: float) -> list[dict[str, Tensor | None]]:
+    """Finish the step on every replica; whole gradients by name, as each of them sees them."""
+
+    def finish(exchange: Exchange) -> Steps[dict[str, Tensor | None]]:
+        gradients = yield from exchange.finish(torch.tensor(weight, dtype=torch.float64))
+        whole = yield from exchange.full_gradients(gradients)
+        return {name: None if each is None else each.clone() for name, each in whole.items()}
+
+    return run_in_steps([finish(exchange) for _, exchange in world])
+
+
+def one_device(chunks: Sequence[Tensor], weight: float) -> dict[str, Any]:
+    """Gradient of the mean over all chunks, by autograd alone."""
+    torch.manual_seed(0)
+    model = Net().double()
+    for chunk in chunks:
+        (model(chunk).square().sum() / weight).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def data(*sizes: int) -> list[Tensor]:
+    """Chunks of these sizes, the same every time."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(size, 5, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def assert_same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    """Equal up to the order of sums in float64, and None in the same places."""
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        have = found[name]
+        assert (have is None) == (want is None), name
+        if want is not None:
+            torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,84 @@
+"""Every combination of plan, shares, model and optimizer that must equal one device; and a few of them that cover all pairs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import combinations, product
+from typing import Any
+
+import torch
+
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.verify.run import verify
+from tests.jobs import MODELS, OPTIMIZERS, images, make_job, texts, vectors
+
+SETTINGS: dict[str, list[Any]] = {
+    "dp": [1, 2, 3, 4, 8],
+    "microbatches": [1, 2, 5],
+    "zero": [0, 1],
+    "shares": ["even", "uneven", "empty"],
+    "model": MODELS,
+    "optimizer": OPTIMIZERS,
+}
+DATA = {"cnn": images, "gpt": texts}
+
+Case = dict[str, Any]
+
+
+def all_cases() -> list[Case]:
+    """The whole product."""
+    return [dict(zip(SETTINGS, values, strict=True)) for values in product(*SETTINGS.values())]
+
+
+def covering_cases() -> list[Case]:
+    """Few cases in which every two values of different settings meet, found greedily; the same ones every time."""
+    missing = {pair for case in all_cases() for pair in _pairs(case)}
+    shuffled = random.Random(0)
+    chosen: list[Case] = []
+    while missing:
+        candidates = [{name: shuffled.choice(values) for name, values in SETTINGS.items()} for _ in range(60)]
+        a, b = min(missing)  # so that every round makes progress
+        candidates = [{**case, a[0]: _value(a), b[0]: _value(b)} for case in candidates]
+        best = max(candidates, key=lambda case: len(missing & _pairs(case)))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def case_name(case: Mapping[str, Any]) -> str:
+    """Readable, unique."""
+    return "-".join(str(value) if isinstance(value, str) else f"{name}{value}" for name, value in case.items())
+
+
+def plan_of(case: Mapping[str, Any]) -> Plan:
+    """The plan; buckets are small, so that even these models have several."""
+    return Plan(dp=case["dp"], microbatches=case["microbatches"], zero=case["zero"], bucket_bytes=600)
+
+
+def job_of(case: Mapping[str, Any]) -> Job:
+    """Three steps, the last of which has a short batch."""
+    chunks = case["dp"] * case["microbatches"]
+    batch = {"even": 2 * chunks, "uneven": 2 * chunks + max(1, chunks - 1), "empty": max(1, chunks // 2)}[case["shares"]]
+    num_samples = 2 * batch + max(1, batch // 2)
+    return make_job(case["model"], case["optimizer"], batch_size=batch, data=partial(DATA.get(case["model"], vectors), num_samples))
+
+
+def run_cases(cases: Sequence[Mapping[str, Any]], devices: str) -> list[str]:
+    """Verify each case in float64; a line for each that differs. Ranks other than 0 return nothing."""
+    wrong: list[str] = []
+    for case in cases:
+        report = verify(job_of(case), plan_of(case), devices=devices, steps=3, dtype=torch.float64)
+        if report and not report.passed:
+            wrong.append(f"{case_name(case)}: {[cause for cause in report.causes]}")
+    return wrong
+
+
+def _pairs(case: Mapping[str, Any]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    return set(combinations(sorted((name, str(value)) for name, value in case.items()), 2))
+
+
+def _value(choice: tuple[str, str]) -> Any:
+    return next(value for value in SETTINGS[choice[0]] if str(value) == choice[1])

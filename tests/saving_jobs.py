@@ -1,0 +1,60 @@
+"""Saving on several ranks in lockstep, each with a slice of the optimizer's state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import run_in_steps
+from meshloom.plan import chunk_sizes
+from meshloom.state.layout import Piece, fingerprint_of
+from meshloom.state.saving import save
+
+SHAPES = {"blocks.0.up.weight": (5, 3), "blocks.0.up.bias": (5,), "scale": ()}
+
+
+def weights_of(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def state_of(step: int) -> dict[str, Tensor]:
+    """The optimizer's state in full shape: what slices are cut from, and what reading is held against."""
+    return {f"optimizer/{name}/exp_avg": weight * 10 for name, weight in weights_of(step).items()}
+
+
+def slices_of(state: dict[str, Tensor], rank: int, num_ranks: int) -> list[Piece]:
+    """Rank's contiguous part of every tensor."""
+    pieces = []
+    for key, tensor in state.items():
+        sizes = chunk_sizes(tensor.numel(), num_ranks)
+        start = sum(sizes[:rank])
+        stop = start + sizes[rank]
+        if stop > start:
+            pieces.append(Piece(key, tensor.flatten()[start:stop], start, stop, tuple(tensor.shape)))
+    return pieces
+
+
+def save_step(directory: Path, step: int, num_ranks: int = 2, keep: int = 2, content: int | None = None, **changes: Any) -> Path:
+    """Save what `weights_of` and `state_of` say belongs to `step` (or to `content`)."""
+    content = step if content is None else content
+    settings: dict[str, Any] = {
+        "weights": weights_of(content),
+        "values": {"epoch": content},
+        "fingerprint": fingerprint_of(weights_of(content).items()),
+        "plan_text": f"dp={num_ranks}",
+        "keep": keep,
+        **changes,
+    }
+    pieces = settings.pop("pieces", lambda rank: slices_of(state_of(content), rank, num_ranks))
+    paths = run_in_steps([save(directory, step, pieces=pieces(group.rank), group=group, **settings) for group in simulated_groups(num_ranks)])
+    assert len(set(paths)) == 1
+    return paths[0]
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())

@@ -1,0 +1,169 @@
+"""Synchronised batch norm is torch's own on the joined chunk: outputs, gradients and running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Turns
+from meshloom.errors import CollectiveError, JobError, TrainingError
+from meshloom.exchange.batch_norm import synchronise_batch_norm
+
+# Sums run per rank and then over ranks, instead of over all samples at once.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def model(seed: int, *layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(seed)
+    made = nn.Sequential(*layers).double()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+def together(models: Sequence[nn.Module], inputs: Sequence[Tensor], steps: int = 1) -> list[tuple[Tensor, Tensor | None]]:
+    """Each rank's output and gradient of the input, of the sum of a loss that is not symmetric in the outputs."""
+    turns = Turns()
+    groups = simulated_groups(len(models), turns)
+
+    def rank(number: int) -> tuple[Tensor, Tensor | None]:
+        x = inputs[number].clone().requires_grad_(inputs[number].is_floating_point())
+        for _ in range(steps):
+            x.grad = None
+            out = models[number](x)
+            loss_of(out).backward()
+        return out.detach(), x.grad
+
+    with ExitStack() as stack:
+        for each, group in zip(models, groups, strict=True):
+            stack.enter_context(synchronise_batch_norm(each, group))
+        return turns.run([lambda number=number: rank(number) for number in range(len(models))])
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return (out**3 + torch.sin(out)).sum()
+
+
+CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "1d": (lambda: nn.BatchNorm1d(5), (5,)),
+    "1d with length": (lambda: nn.BatchNorm1d(5), (5, 3)),
+    "2d": (lambda: nn.BatchNorm2d(4), (4, 3, 2)),
+    "3d": (lambda: nn.BatchNorm3d(2), (2, 3, 2, 2)),
+    "not affine": (lambda: nn.BatchNorm1d(5, affine=False), (5,)),
+    "cumulative": (lambda: nn.BatchNorm2d(4, momentum=None), (4, 2, 2)),
+    "untracked": (lambda: nn.BatchNorm1d(5, track_running_stats=False), (5,)),
+    "large eps": (lambda: nn.BatchNorm1d(5, eps=0.5, momentum=0.7), (5,)),
+}
+
+
+@pytest.mark.parametrize("sizes", [[3, 3], [5, 1, 2], [1, 1, 1, 1]])
+@pytest.mark.parametrize("case", list(CASES))
+def test_equals_torch_on_the_joined_chunk(case: str, sizes: list[int]):
+    build, shape = CASES[case]
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(size, *shape, generator=generator, dtype=torch.float64) * 2 + 3 for size in sizes]
+    models = [model(0, build(), nn.Tanh(), build()) for _ in sizes]
+    results = together(models, inputs, steps=3)
+    one = model(0, build(), nn.Tanh(), build())
+    joined = torch.cat(inputs).requires_grad_()
+    for _ in range(3):
+        joined.grad = None
+        out = one(joined)
+        loss_of(out).backward()
+    torch.testing.assert_close(torch.cat([output for output, _ in results]), out.detach(), **EXACT)
+    torch.testing.assert_close(torch.cat([grad for _, grad in results if grad is not None]), joined.grad, **EXACT)
+    for name, parameter in one.named_parameters():
+        total = torch.stack([dict(each.named_parameters())[name].grad for each in models]).sum(0)  # type: ignore[arg-type]
+        torch.testing.assert_close(total, parameter.grad, **EXACT)
+    for name, buffer in one.named_buffers():
+        mine = [dict(each.named_buffers())[name] for each in models]
+        torch.testing.assert_close(mine[0], buffer, **EXACT)
+        assert all(torch.equal(each, mine[0]) for each in mine)
+
+
+def test_a_large_mean_loses_no_digits_in_float32():
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(size, 3, 4, 4, generator=generator) + 1000 for size in (5, 2)]
+    models = [nn.BatchNorm2d(3) for _ in inputs]
+    results = together(models, inputs)
+    one = nn.BatchNorm2d(3).double()
+    expected = one(torch.cat(inputs).double())
+    # The inputs themselves have 6e-5 of rounding at 1000.
+    torch.testing.assert_close(torch.cat([output for output, _ in results]).double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(models[0].running_var.double(), one.running_var, rtol=1e-4, atol=0)  # type: ignore[union-attr]
+
+
+def test_half_precision_inputs_keep_float32_statistics():
+    inputs = [torch.randn(size, 3, 4, dtype=torch.float64).bfloat16() for size in (4, 2)]
+    models = [nn.BatchNorm1d(3) for _ in inputs]
+    results = together(models, inputs)
+    assert all(output.dtype == torch.bfloat16 and grad is not None and grad.dtype == torch.bfloat16 for output, grad in results)
+    one = nn.BatchNorm1d(3)
+    torch.testing.assert_close(torch.cat([output for output, _ in results]), one(torch.cat(inputs)), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(models[0].running_mean, one.running_mean)
+
+
+def test_inputs_without_gradient_still_train_the_layer():
+    models = [model(0, nn.BatchNorm1d(3)) for _ in range(2)]
+    inputs = [torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)]
+    turns = Turns()
+    with ExitStack() as stack:
+        for each, group in zip(models, simulated_groups(2, turns), strict=True):
+            stack.enter_context(synchronise_batch_norm(each, group))
+        turns.run([lambda each=each, x=x: loss_of(each(x)).backward() for each, x in zip(models, inputs, strict=True)])
+    one = model(0, nn.BatchNorm1d(3))
+    loss_of(one(torch.cat(inputs))).backward()
+    torch.testing.assert_close(models[0][0].weight.grad + models[1][0].weight.grad, one[0].weight.grad, **EXACT)
+
+
+def test_a_rank_without_values_takes_part():
+    models = [nn.BatchNorm1d(3).double() for _ in range(3)]
+    inputs = [torch.randn(size, 3, dtype=torch.float64) for size in (4, 0, 2)]
+    results = together(models, inputs)
+    expected = nn.BatchNorm1d(3).double()(torch.cat(inputs))
+    torch.testing.assert_close(torch.cat([output for output, _ in results]), expected, **EXACT)
+
+
+def test_evaluation_mode_communicates_nothing():
+    layer = nn.BatchNorm1d(3).eval()
+    x = torch.randn(4, 3)
+    expected = layer(x)
+    with synchronise_batch_norm(layer, simulated_groups(2)[0]):
+        assert torch.equal(layer(x), expected)
+        with pytest.raises(CollectiveError, match="rank 1"):
+            layer.train()(x)
+
+
+def test_the_module_is_unchanged_afterwards():
+    layer = model(0, nn.BatchNorm1d(3), nn.Linear(3, 3))
+    before = [(name, type(each), sorted(vars(each))) for name, each in layer.named_modules()]
+    keys = list(layer.state_dict())
+    with pytest.raises(RuntimeError, match="stop"), synchronise_batch_norm(layer, simulated_groups(1)[0]):
+        assert list(layer.state_dict()) == keys and type(layer[0]) is nn.BatchNorm1d
+        raise RuntimeError("stop")
+    assert [(name, type(each), sorted(vars(each))) for name, each in layer.named_modules()] == before
+
+
+def test_a_layer_with_its_own_forward_is_refused():
+    class Own(nn.BatchNorm1d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 2
+
+    with pytest.raises(JobError, match="1 is a Own with a forward of its own"), synchronise_batch_norm(nn.Sequential(nn.ReLU(), Own(3)), simulated_groups(1)[0]):
+        pass
+
+
+def test_one_value_per_channel_is_an_error():
+    with pytest.raises(TrainingError, match="1 value"), synchronise_batch_norm(layer := nn.BatchNorm1d(3), simulated_groups(1)[0]):
+        layer(torch.randn(1, 3))
+
+
+def test_wrong_shapes_are_torchs_error():
+    with pytest.raises(ValueError, match="expected 4D"), synchronise_batch_norm(layer := nn.BatchNorm2d(3), simulated_groups(1)[0]):
+        layer(torch.randn(1, 3))

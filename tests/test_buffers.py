@@ -1,0 +1,432 @@
+"""Buffers of replicas are those of one device that runs all their chunks one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import run_in_steps
+from meshloom.state.buffers import RunningStatistics
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # the recurrence is applied per replica and then over replicas
+
+
+def inputs(*sizes: int, shape: tuple[int, ...] = (4,), seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, *shape, generator=generator, dtype=torch.float64) + 0.5 for size in sizes]
+
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def total(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def backward(loss: Tensor) -> None:
+    if loss.requires_grad:
+        loss.backward()
+
+
+class World:
+    """Replicas of one model; `step` gives each its chunks, [replica][chunk]."""
+
+    def __init__(self, build: Callable[[], nn.Module], size: int, loss: Loss = total, *, synchronised: bool = False) -> None:
+        self.loss = loss
+        self.groups = [RecordedGroup(group, "dp") for group in simulated_groups(size)]
+        self.models = [made(build) for _ in range(size)]
+        self.statistics = [RunningStatistics(model, group, synchronised=synchronised) for model, group in zip(self.models, self.groups, strict=True)]
+
+    def step(self, chunks: Sequence[Sequence[Tensor]]) -> None:
+        for model, statistics, mine in zip(self.models, self.statistics, chunks, strict=True):
+            for x in mine:
+                if len(x):
+                    with statistics.chunk(lambda model=model, x=x: self.loss(model, x)):
+                        backward(self.loss(model, x))
+        run_in_steps([each.finish() for each in self.statistics])
+
+    def notes(self) -> list[str]:
+        notes = [each.take_notes() for each in self.statistics]
+        assert all(each == notes[0] for each in notes)
+        return notes[0]
+
+    def buffers(self) -> dict[str, Tensor]:
+        first, *others = [dict(model.named_buffers()) for model in self.models]
+        for other in others:
+            for name, each in first.items():
+                assert torch.equal(each, other[name]) or each.isnan().any(), name
+        return {name: each.clone() for name, each in first.items()}
+
+
+def made(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double()
+
+
+def one_device(build: Callable[[], nn.Module], steps: Sequence[Sequence[Sequence[Tensor]]], loss: Loss = total) -> dict[str, Tensor]:
+    model = made(build)
+    for chunks in steps:
+        for x in (x for mine in chunks for x in mine):
+            if len(x):
+                backward(loss(model, x))
+    return dict(model.named_buffers())
+
+
+def check(build: Callable[[], nn.Module], steps: Sequence[Sequence[Sequence[Tensor]]], loss: Loss = total) -> World:
+    world = World(build, len(steps[0]), loss)
+    for chunks in steps:
+        world.step(chunks)
+    found = world.buffers()
+    for name, expected in one_device(build, steps, loss).items():
+        torch.testing.assert_close(found[name], expected, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+    return world
+
+
+def schedule(shape: tuple[int, ...] = (4,), steps: int = 3) -> list[list[list[Tensor]]]:
+    """Three replicas of two chunks each, of uneven sizes; one chunk is empty."""
+    return [[inputs(3, 4, shape=shape, seed=step), inputs(2, 0, shape=shape, seed=10 + step), inputs(5, 2, shape=shape, seed=20 + step)] for step in range(steps)]
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "batch norm 1d": (lambda: nn.BatchNorm1d(4), (4,)),
+    "batch norm 2d": (lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3, momentum=0.3), nn.ReLU(), nn.BatchNorm2d(3)), (1, 4, 4)),
+    "batch norm 3d": (lambda: nn.BatchNorm3d(2, affine=False), (2, 2, 3, 2)),
+    "cumulative": (lambda: nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4)), (4,)),
+    "momentum 0": (lambda: nn.BatchNorm1d(4, momentum=0.0), (4,)),
+    "momentum 1": (lambda: nn.BatchNorm1d(4, momentum=1.0), (4,)),
+    "instance norm": (lambda: nn.InstanceNorm1d(2, track_running_stats=True, momentum=0.2), (2, 5)),
+    "instance norm without momentum": (lambda: nn.InstanceNorm2d(2, track_running_stats=True, momentum=None), (2, 3, 3)),
+    "untracked": (lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.BatchNorm1d(4)), (4,)),
+}
+
+
+@pytest.mark.parametrize("case", list(NORMS))
+def test_running_statistics_are_one_devices(case: str):
+    build, shape = NORMS[case]
+    assert not check(build, schedule(shape)).notes()
+
+
+class TwiceOrNot(nn.Module):
+    """One layer runs twice per forward, another only when the data says so, a third is frozen in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.BatchNorm1d(4, momentum=0.4)
+        self.sometimes = nn.BatchNorm1d(4, momentum=None)
+        self.frozen = nn.BatchNorm1d(4)
+        self.never = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.frozen.eval()
+        x = self.twice(self.twice(x) + x)
+        return self.frozen(self.sometimes(x) if len(x) % 2 else x)
+
+
+def test_layers_that_run_twice_or_not_at_all():
+    assert not check(TwiceOrNot, schedule()).notes()
+
+
+def test_float32_differs_by_rounding_only():
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def double(self) -> Single:
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.float())
+
+    world = World(Single, 3)
+    for chunks in schedule():
+        world.step(chunks)
+    for name, expected in one_device(Single, schedule()).items():
+        torch.testing.assert_close(world.buffers()[name], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_checkpointed_layer_counts_its_second_run_as_on_one_device():
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.norm, self.first(x), use_reentrant=False)
+
+    check(Checkpointed, schedule())
+
+
+def test_the_module_looks_unchanged_even_when_forward_fails():
+    class Fails(nn.BatchNorm1d):
+        def _check_input_dim(self, input: Tensor) -> None:
+            if len(input) == 3:
+                raise RuntimeError("stop")
+
+    world = World(lambda: Fails(4), 2)
+    model: Any = world.models[0]
+    kept = (model.momentum, id(model.running_mean), id(model.running_var), id(model.num_batches_tracked), model.running_mean.clone(), sorted(vars(model)))
+    for size in (3, 2):
+        try:
+            with world.statistics[0].chunk():
+                model(inputs(size)[0])
+        except RuntimeError:
+            assert size == 3
+        now = (model.momentum, id(model.running_mean), id(model.running_var), id(model.num_batches_tracked), model.running_mean, sorted(vars(model)))
+        assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(kept, now, strict=True))
+    run_in_steps([each.finish() for each in world.statistics])
+    assert id(model.running_mean) == kept[1] and not torch.equal(model.running_mean, kept[4])
+
+
+def test_one_replica_is_left_alone():
+    build = NORMS["batch norm 2d"][0]
+    steps = [[inputs(3, 4, 2, shape=(1, 4, 4))]]
+    world = World(build, 1)
+    world.step(steps[0])
+    for name, expected in one_device(build, steps).items():
+        assert torch.equal(world.buffers()[name], expected)
+    assert not world.groups[0].counts and world.statistics[0].bytes_per_step() == {}
+
+
+def test_without_buffers_nothing_is_communicated():
+    world = World(lambda: nn.Linear(4, 4), 3)
+    world.step(schedule()[0])
+    assert not world.groups[0].counts and world.statistics[0].bytes_per_step() == {}
+
+
+@pytest.mark.parametrize("case", ["batch norm 2d", "other"])
+def test_predicted_bytes_are_counted_bytes(case: str):
+    build, shape = NORMS.get(case, (lambda: Others(), (4,)))
+    world = World(build, 3)
+    for chunks in schedule(shape):
+        before = world.groups[0].counts["all_gather"].bytes if world.groups[0].counts else 0
+        world.step(chunks)
+        assert world.groups[0].counts["all_gather"].bytes - before == world.statistics[0].bytes_per_step()["all_gather"]
+
+
+class Others(nn.Module):
+    """Counters, averages and flags of several kinds, none of which the loss reads."""
+
+    def __init__(self, *, norm: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.register_buffer("mask", torch.ones(4, 4).tril().bool())
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("replaced", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.full((4,), 1000.0))
+        self.register_buffer("sum", torch.zeros(4))
+        self.register_buffer("last", torch.zeros(4), persistent=False)
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("undefined", torch.tensor(float("nan")))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(self.linear(x))
+        with torch.no_grad():
+            self.calls += 1
+            self.samples += len(x)
+            self.replaced = self.replaced + 2
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            self.sum += x.sum(0)
+            self.last.copy_(x[0])
+            self.ready.fill_(True)
+            self.undefined.copy_(x.sum())
+        return out
+
+
+def test_other_buffers_are_one_devices():
+    world = check(Others, schedule())
+    assert not world.notes()
+
+
+def test_other_buffers_with_draws_in_the_forward():
+    class Drawn(Others):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(len(x))
+            return super().forward(torch.dropout(x, 0.5, True))
+
+    assert not check(Drawn, schedule()).notes()
+
+
+def test_an_average_per_class_moves_only_where_its_class_occurs():
+    class PerClass(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for row in x.detach():
+                kind = int(row[0].abs() * 10) % 3
+                self.seen[kind] = 0.8 * self.seen[kind] + 0.2 * row
+            return self.linear(x)
+
+    # How often a class occurs in a chunk decides how much it decays, so the factor is constant only for single samples.
+    steps = [[inputs(1, 1, seed=step), inputs(1, 0, seed=10 + step), inputs(1, 1, seed=20 + step)] for step in range(5)]
+    check(PerClass, steps)
+
+
+def test_overwriting_with_the_same_value_is_not_leaving_alone():
+    class Sizes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("last", torch.tensor(5))
+            self.register_buffer("odd", torch.tensor(False))
+            self.register_buffer("by_size", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last.fill_(len(x))
+            if len(x) % 2:
+                self.odd.fill_(True)
+            if len(x) > 2:
+                self.by_size[len(x)] = 1.0 if len(x) == 4 else float(x.detach().sum())
+            return self.linear(x)
+
+    # The first and last replica write the 5 that is there already, the second writes a 3; then only the first sees an odd size.
+    steps = [[inputs(5), inputs(3), inputs(5)], [inputs(4, 3), inputs(4, 2), inputs(2, 4)], [inputs(4, 4), inputs(5, 4), inputs(3, 4)]]
+    assert not check(Sizes, steps).notes()
+
+
+class Reads(nn.Module):
+    """`scale` is read by the loss and `pointer` wraps around; `calls` is a plain counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x) / self.scale.clone()
+        self.scale.mul_(0.5).add_(x.detach().abs().mean(0), alpha=0.5)
+        self.pointer.copy_((self.pointer + len(x)) % 6)
+        self.calls += 1
+        return out
+
+
+def test_order_dependent_buffers_are_reported_once_and_the_last_replica_wins():
+    world = World(Reads, 3)
+    for number, chunks in enumerate(schedule()):
+        before = {name: each.clone() for name, each in world.models[0].named_buffers()}
+        world.step(chunks)
+        notes = world.notes()
+        assert [note.split()[1] for note in notes] == (["scale", "pointer"] if number == 0 else [])
+        last = made(Reads)
+        last.load_state_dict({**last.state_dict(), **before})
+        for x in chunks[-1]:
+            last(x)
+        found = world.buffers()
+        assert torch.equal(found["scale"], last.scale) and torch.equal(found["pointer"], last.pointer)  # type: ignore[arg-type]
+        assert int(found["calls"]) == 5 * (number + 1)
+
+
+def test_an_empty_last_replica_does_not_win():
+    world = World(Reads, 2)
+    world.step([inputs(3), inputs(0)])
+    one = made(Reads)
+    one(inputs(3)[0])
+    assert torch.equal(world.buffers()["scale"], one.scale)  # type: ignore[arg-type]
+
+
+def test_coupled_buffers_are_order_dependent():
+    class Coupled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("steps", torch.zeros(()))
+            self.register_buffer("mixed", torch.zeros(3))
+            self.register_buffer("scaled", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            self.scaled += self.steps * float(x.detach().mean())
+            self.mixed.copy_(self.mixed.mean() + x.detach().mean())
+            return self.linear(x)
+
+    world = World(Coupled, 3)
+    world.step(schedule()[0])
+    assert [note.split()[1] for note in world.notes()] == ["mixed", "scaled"]
+    assert float(world.buffers()["steps"]) == 5
+
+
+def test_a_layer_in_both_modes_is_reported():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.norm(x)
+            with torch.no_grad():
+                target = self.norm.eval()(x)
+            self.norm.train()
+            return out - target
+
+    world = World(Both, 3)
+    for chunks in schedule():
+        world.step(chunks)
+    assert "norm ran in evaluation mode" in world.notes()[0]
+    assert int(world.buffers()["norm.num_batches_tracked"]) == 15
+
+
+def test_a_buffer_that_grows_is_left_to_each_replica():
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("table", torch.zeros(1))
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(self.table) < len(x):
+                self.table = torch.arange(len(x), dtype=x.dtype)
+            self.calls += 1
+            return self.linear(x)
+
+    world = World(Grows, 3)
+    for chunks in schedule():
+        world.step(chunks)
+    assert [len(model.table) for model in world.models] == [4, 2, 5]  # type: ignore[arg-type]
+    assert [int(model.calls) for model in world.models] == [15] * 3  # type: ignore[arg-type]
+
+
+def test_loaded_buffers_are_gone_on_from():
+    world = check(Others, schedule(steps=2))
+    with torch.no_grad():
+        for model in world.models:
+            model.average.fill_(-5.0)  # type: ignore[union-attr]
+            model.calls.fill_(100)  # type: ignore[union-attr]
+    world.step(schedule()[2])
+    assert int(world.buffers()["calls"]) == 105
+    average = torch.full((4,), -5.0, dtype=torch.float64)
+    for x in (x for mine in schedule()[2] for x in mine if len(x)):
+        average = 0.9 * average + 0.1 * x.mean(0)
+    torch.testing.assert_close(world.buffers()["average"], average, **EXACT)
+
+
+def test_with_joined_chunks_counters_count_chunks_and_data_is_reported():
+    world = World(lambda: Others(norm=False), 2, synchronised=True)
+    world.step([inputs(3, 2), inputs(2, 2, seed=5)])
+    assert int(world.buffers()["calls"]) == 2
+    assert {note.split()[1] for note in world.notes()} >= {"average", "sum", "samples", "last"}
+
+
+def test_without_a_way_to_run_again_other_buffers_count_as_order_dependent():
+    world = World(Reads, 2)
+    for model, statistics in zip(world.models, world.statistics, strict=True):
+        with statistics.chunk():
+            model(inputs(3)[0])
+    run_in_steps([each.finish() for each in world.statistics])
+    assert len(world.notes()) == 3 and int(world.buffers()["calls"]) == 1

@@ -1,0 +1,212 @@
+"""Groups of processes give what the same calls give in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import on_ranks
+
+from meshloom.comm.c10d import C10dGroup
+from meshloom.comm.group import Group
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.comm.values import agree, collect, scatter_objects, share
+from meshloom.errors import CollectiveError, MeshloomError, PeerLostError
+
+
+def _join(timeout_seconds: float = 20.0) -> C10dGroup:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+    size = dist.get_world_size()
+    process_group = dist.new_group(list(range(size)), backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    assert isinstance(process_group, dist.ProcessGroup)
+    return C10dGroup(process_group, [f"rank {rank} (dp={rank})" for rank in range(size)])
+
+
+def _everything(group: Group) -> Steps[list[torch.Tensor]]:
+    """Every operation on odd sizes and empty tensors; values are small whole numbers, so that the order of a sum does not matter."""
+    n, rank = group.size, group.rank
+    results: list[torch.Tensor] = []
+
+    def numbers(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return ((torch.arange(count) * 7 + rank * 5) % 11).to(dtype)
+
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        for op in ("sum", "avg", "max", "min"):
+            for count in (1, 7, 4099, 0):
+                tensor = numbers(count, dtype)
+                work = group.all_reduce(tensor, op)
+                yield
+                work.wait()
+                results.append(tensor)
+                output = torch.empty(count, dtype=dtype)
+                work = group.reduce_scatter(output, numbers(count * n, dtype), op)
+                yield
+                work.wait()
+                work.wait()  # a second wait changes nothing
+                results.append(output)
+    for count in (1, 7, 0):
+        output = torch.empty(count * n)
+        work = group.all_gather(output, numbers(count))
+        yield
+        work.wait()
+        results.append(output)
+        for root in range(n):
+            tensor = numbers(count)
+            gathered = [torch.empty(count) for _ in range(n)] if rank == root else None
+            spread, mine = [numbers(count) + other for other in range(n)] if rank == root else None, torch.empty(count)
+            started = [group.broadcast(tensor, root), group.gather(gathered, numbers(count), root), group.scatter(mine, spread, root)]
+            yield
+            for work in started:
+                work.wait()
+            results += [tensor, mine, *(gathered or ())]
+    # rank s sends (s + r) % n elements to rank r: some pieces are empty
+    sizes = [(rank + other) % n for other in range(n)]
+    for mine, theirs in ((sizes, sizes), ([0] * n, [0] * n), ([3 if rank == 0 else 0] * n, [3, *[0] * (n - 1)])):
+        output = torch.empty(sum(theirs))
+        work = group.all_to_all(output, numbers(sum(mine)), theirs, mine)
+        yield
+        work.wait()
+        results.append(output)
+    # two messages to the next rank, which arrive in order
+    received = [torch.empty(3), torch.empty(5, 2)]
+    started = [group.send(numbers(3), (rank + 1) % n), group.send(numbers(10).view(5, 2), (rank + 1) % n)]
+    started += [group.recv(each, (rank - 1) % n) for each in received]
+    yield
+    for work in started:
+        work.wait()
+    results += received
+    # several operations under way at once, waited for in another order
+    tensors = [numbers(count) for count in (5, 1000, 3)]
+    started = [group.all_reduce(tensor) for tensor in tensors]
+    yield
+    for work in reversed(started):
+        work.wait()
+    parameter = torch.nn.Parameter(numbers(4).clone())
+    started = [group.all_reduce(parameter, "avg"), group.barrier()]
+    yield
+    for work in started:
+        work.wait()
+    return [*results, *tensors, parameter.detach()]
+
+
+def _everything_on_a_rank() -> list[torch.Tensor]:
+    return run_in_steps([_everything(_join())])[0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_equal_one_process(size: int):
+    expected = run_in_steps([_everything(group) for group in simulated_groups(size)])
+    for here, there in zip(on_ranks(_everything_on_a_rank, size), expected, strict=True):
+        assert len(here) == len(there)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, there, strict=True))
+
+
+def _odd_sums() -> torch.Tensor:
+    group = _join()
+    tensor = torch.randn(10_007, generator=torch.Generator().manual_seed(group.rank))
+    group.all_reduce(tensor, "avg").wait()
+    return tensor
+
+
+def test_reduction_is_bit_identical_on_all_ranks_and_near_the_simulated_one():
+    first, *others = on_ranks(_odd_sums, 3)
+    assert all(torch.equal(first, other) for other in others)
+    mean = sum(torch.randn(10_007, generator=torch.Generator().manual_seed(rank)) for rank in range(3)) / 3
+    torch.testing.assert_close(first, mean, rtol=1e-6, atol=1e-7)  # sum order differs: 3 ranks
+
+
+def _values_on_a_rank() -> object:
+    group = _join()
+
+    def steps() -> Steps[object]:
+        shared = yield from share(group, {"from": group.rank}, 1)
+        collected = yield from collect(group, "x" * group.rank)
+        scattered = yield from scatter_objects(group, [{"rank": rank} for rank in range(group.size)] if group.rank == 2 else None, 2)
+        try:
+            yield from agree(group, {"seed": group.rank // 2})
+        except CollectiveError as error:
+            return shared, collected, scattered, str(error)
+        return None
+
+    return run_in_steps([steps()])[0]
+
+
+def test_values_travel_between_processes():
+    text = "Ranks disagree: seed is 1 on rank 2 and 0 on rank 0."
+    assert on_ranks(_values_on_a_rank, 3) == [({"from": 1}, ["", "x", "xx"], {"rank": rank}, text) for rank in range(3)]
+
+
+def _error_of(call: object) -> tuple[type, str, float]:
+    began = time.monotonic()
+    try:
+        call()  # type: ignore[operator]
+    except MeshloomError as error:
+        return type(error), str(error), time.monotonic() - began
+    raise AssertionError("nothing was raised")
+
+
+def _one_aborts() -> object:
+    group, store = _join(), dist.group.WORLD.get_group_store()
+    group.barrier().wait()
+    if group.rank == 1:
+        work = group.all_reduce(torch.ones(3))
+        group.abort()
+        group.abort()
+        errors = _error_of(work.wait), _error_of(group.barrier)
+        store.wait(["0", "2"], timedelta(seconds=30))  # this process lives on: no connection closes
+        return errors
+    error = _error_of(lambda: [group.all_reduce(torch.ones(3)).wait() for _ in range(2)])  # the second one lacks rank 1
+    store.set(str(group.rank), "")
+    return error
+
+
+def test_abort_fails_operations_of_all_ranks_within_seconds():
+    first, aborted, third = on_ranks(_one_aborts, 3)
+    assert [(kind, text) for kind, text, _ in aborted] == [
+        (PeerLostError, "rank 1 (dp=1) has aborted its group: all_reduce of 12 bytes cannot run."),
+        (PeerLostError, "rank 1 (dp=1) has aborted its group: barrier cannot run."),
+    ]
+    assert first[0] is third[0] is PeerLostError
+    assert first[1] == "rank 0 (dp=0) lost rank 1 (dp=1), which has aborted, in all_reduce of 12 bytes."
+    assert third[1] == "rank 2 (dp=2) lost rank 1 (dp=1), which has aborted, in all_reduce of 12 bytes."
+    assert max(first[2], third[2]) < 5
+
+
+def _one_is_killed() -> object:
+    group = _join()
+    group.barrier().wait()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _error_of(lambda: group.recv(torch.empty(2), 1).wait() if group.rank == 2 else group.all_reduce(torch.ones(5)).wait())
+
+
+def test_a_killed_process_fails_operations_of_the_others_at_once():
+    first, _, third = on_ranks(_one_is_killed, 3, may_die=[1])
+    for rank, operation, (kind, text, seconds) in ((0, "all_reduce of 20 bytes", first), (2, "recv of 8 bytes from rank 1 (dp=1)", third)):
+        assert kind is PeerLostError
+        assert text.startswith(f"rank {rank} (dp={rank}) lost one of rank ") and f" in {operation}: " in text
+        assert seconds < 5
+
+
+def _never_comes() -> object:
+    group = _join(timeout_seconds=3.0)
+    if group.rank == 1:
+        store = group._process_group.get_group_store()  # stays away until the other has given up
+        store.wait(["done"], timedelta(seconds=30))
+        return None
+    result = _error_of(lambda: group.all_reduce(torch.ones(3)).wait())
+    group._process_group.get_group_store().set("done", "")
+    return result
+
+
+def test_a_rank_that_does_not_come_ends_the_wait_at_the_timeout():
+    (kind, text, seconds), _ = on_ranks(_never_comes, 2)
+    assert kind is PeerLostError
+    assert text.startswith("rank 0 (dp=0) waited too long for rank 1 (dp=1) in all_reduce of 12 bytes: ")
+    assert 2 < seconds < 15

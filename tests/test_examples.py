@@ -1,0 +1,79 @@
+"""The examples run, in small form, the way their docstrings say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+
+pytestmark = pytest.mark.processes
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def records(text: str) -> dict[str, list[dict[str, object]]]:
+    """Records of `--json -` by their event."""
+    found: dict[str, list[dict[str, object]]] = {}
+    for line in text.splitlines():
+        record = json.loads(line)
+        found.setdefault(record["event"], []).append(record)
+    return found
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_trains_on_simulated_devices(example: Path, tmp_path: Path):
+    done = run("-m", "meshloom", "train", str(example), "--plan", "dp=2", "--devices", "simulated", "--steps", "1", "--json", "-", cwd=tmp_path)
+    assert len(records(done.stdout)["step"]) == 1
+
+
+@pytest.mark.parametrize("name", ["01_gpt_bytes", "02_digits"])
+def test_real_input_trains_on_processes_and_the_loss_falls(name: str, tmp_path: Path):
+    steps = {"01_gpt_bytes": 4, "02_digits": 30}[name]
+    plan = ["--plan", "dp=2,microbatches=2", "--devices", "cpu", "--steps", str(steps)]
+    done = run("-m", "meshloom", "train", str(ROOT / "examples" / f"{name}.py"), *plan, "--json", "-", cwd=tmp_path)
+    losses = [record["loss"] for record in records(done.stdout)["step"]]
+    assert len(losses) == steps
+    assert losses[-1] < losses[0]
+    assert len(records(done.stdout)["evaluation"]) == 1
+
+
+def test_digits_verify_with_synchronised_statistics(tmp_path: Path):
+    plan = ["--plan", "dp=4,sync_batch_norm=true", "--devices", "simulated", "--steps", "2"]
+    run("-m", "meshloom", "verify", str(ROOT / "examples/02_digits.py"), *plan, cwd=tmp_path)
+
+
+def test_data_parallel_shows_the_mean_of_four_gradients(tmp_path: Path):
+    lines = run(str(ROOT / "examples/03_data_parallel.py"), cwd=tmp_path).stdout.splitlines()
+    rows = {line[:34].strip(): [float(value) for value in line[34:].split()] for line in lines if line[34:].strip() and "." in line[34:]}
+    ranks = [rows[f"rank {rank}, its 16 samples"] for rank in range(4)]
+    assert rows["divided by dp = 4"] == pytest.approx([sum(values) / 4 for values in zip(*ranks, strict=True)], abs=2e-6)  # printed with 6 digits
+    assert rows["one device, all 64 samples"] == pytest.approx(rows["divided by dp = 4"], abs=2e-6)
+    assert all(rows[f"rank {rank}, after"] == rows["rank 0, after"] for rank in range(4))
+    assert rows["rank 0, after"] != rows["all ranks, before"]
+
+
+def test_own_loop_takes_the_same_decisions_simulated_and_under_torchrun(tmp_path: Path):
+    example = str(ROOT / "examples/04_own_loop.py")
+    simulated = run(example, cwd=tmp_path).stdout.splitlines()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"]
+    processes = run(*torchrun, example, cwd=tmp_path).stdout.splitlines()
+    assert len(simulated) == len(processes)
+    for one, other in zip(simulated, processes, strict=True):
+        held_out = float(one.split()[-1]), float(other.split()[-1])
+        assert held_out[0] == pytest.approx(held_out[1], abs=0.01)  # hundreds of float32 steps whose sums are taken in two orders
+    assert held_out[0] < 0.2
+
+
+def test_a_script_and_its_parallel_form_have_the_same_losses(tmp_path: Path):
+    done = run(str(ROOT / "examples/05_from_a_script.py"), cwd=tmp_path)
+    assert done.stdout.endswith("The losses are the same up to rounding.\n")

@@ -1,0 +1,168 @@
+"""The package's rooms import downwards only; a broken rule is named by file and line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "meshloom"
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+# From the top: a room may import the rooms on lines below its own. Rooms on one line are strangers to each other.
+ORDER = [
+    ["__main__"],
+    ["cli"],
+    ["__init__"],
+    ["verify"],
+    ["trainer"],
+    ["launch"],
+    ["report"],
+    ["planner"],
+    ["replica"],
+    ["state"],
+    ["exchange"],
+    ["pipeline"],
+    ["graph"],
+    ["comm"],
+    ["jobfile"],
+    ["job"],
+    ["plan", "random", "cluster"],
+    ["mesh"],
+    ["errors"],
+]
+LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}
+PLAIN_VALUES = {"mesh.py", "plan.py", "cluster.py", "errors.py", "pipeline/schedule.py"}  # import no torch
+MAY_NAME_DISTRIBUTED = ("comm/", "launch.py")
+MAY_READ_ENVIRONMENT = ("launch.py",)
+OPTIONAL = {"matplotlib", "transformers", "sklearn", "psutil", "hypothesis", "pytest"}  # not there in every installation
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `module` as written out in full, and whether it runs when the importing module is imported."""
+
+    module: str
+    line: int
+    at_import: bool
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def room_of(module: str) -> str:
+    """`meshloom.comm.group` -> comm; the package itself -> __init__.
+
+    >>> room_of("meshloom.comm.group"), room_of("meshloom")
+    ('comm', '__init__')
+    """
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports_of(path: Path) -> list[Import]:
+    """Every import of a file, type-checking ones and those inside functions included."""
+    found: list[Import] = []
+
+    def visit(node: ast.AST, at_import: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, node.lineno, at_import) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = path.relative_to(ROOT.parent).parent.parts
+            base = ".".join([*package[: len(package) + 1 - node.level], *([node.module] if node.module else [])]) if node.level else node.module or ""
+            found.extend(Import(_submodule(base, alias.name), node.lineno, at_import) for alias in node.names)
+        inner = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inner)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), at_import=True)
+    return found
+
+
+def _submodule(base: str, name: str) -> str:
+    """`from meshloom import comm` imports meshloom.comm, `from meshloom import Job` only meshloom."""
+    if base.split(".")[0] == "meshloom":
+        directory = ROOT.parent.joinpath(*base.split("."))
+        return f"{base}.{name}" if (directory / name).is_dir() or (directory / f"{name}.py").is_file() else base
+    return f"{base}.{name}"
+
+
+def dotted_names(path: Path) -> Iterator[tuple[str, int]]:
+    """`a.b.c` wherever it is written as an expression, with its line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node), node.lineno
+
+
+def test_every_room_stands_in_the_order():
+    rooms = {name_of(path).split("/")[0].removesuffix(".py") for path in SOURCES}
+    assert rooms <= LEVEL.keys(), f"Add {sorted(rooms - LEVEL.keys())} to ORDER, at the level of what they may import."
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_go_down(path: Path):
+    here = name_of(path).split("/")[0].removesuffix(".py")
+    wrong = [
+        f"meshloom/{name_of(path)}:{each.line} imports {each.module}, which is not below {here}"
+        for each in imports_of(path)
+        if each.module.split(".")[0] == "meshloom" and (there := room_of(each.module)) != here and LEVEL[there] >= LEVEL[here]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_two_files_import_each_other():
+    graph = {
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): {
+            each.module for each in imports_of(path) if each.at_import
+        }
+        for path in SOURCES
+    }
+
+    def cycle_from(module: str, trail: tuple[str, ...]) -> tuple[str, ...] | None:
+        if module in trail:
+            return (*trail[trail.index(module) :], module)
+        if module in done:
+            return None
+        found = next((cycle for other in sorted(graph.get(module, ())) if (cycle := cycle_from(other, (*trail, module)))), None)
+        done.add(module)
+        return found
+
+    done: set[str] = set()
+    for module in graph:
+        cycle = cycle_from(module, ())
+        assert cycle is None, " -> ".join(cycle or ())
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) in PLAIN_VALUES], ids=name_of)
+def test_plain_values_import_no_torch(path: Path):
+    wrong = [f"meshloom/{name_of(path)}:{each.line} imports {each.module}" for each in imports_of(path) if each.module.split(".")[0] == "torch"]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if not name_of(path).startswith(MAY_NAME_DISTRIBUTED)], ids=name_of)
+def test_only_comm_and_launch_name_torch_distributed(path: Path):
+    named = [(each.module, each.line) for each in imports_of(path)] + list(dotted_names(path))
+    wrong = [f"meshloom/{name_of(path)}:{line} names {name}" for name, line in named if name.startswith("torch.distributed")]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) not in MAY_READ_ENVIRONMENT], ids=name_of)
+def test_only_launch_reads_the_environment(path: Path):
+    names = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
+    named = [(each.module, each.line) for each in imports_of(path)] + list(dotted_names(path))
+    wrong = [f"meshloom/{name_of(path)}:{line} names {name}" for name, line in named if name in names]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_optional_packages_are_imported_where_they_are_used(path: Path):
+    wrong = [
+        f"meshloom/{name_of(path)}:{each.line} imports {each.module}"
+        for each in imports_of(path)
+        if each.at_import and each.module.split(".")[0] in OPTIONAL
+    ]
+    assert not wrong, "\n".join(wrong)

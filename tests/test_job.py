@@ -1,0 +1,81 @@
+"""The job: what is not a job says so when it is made, with what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshloom.errors import JobError
+from meshloom.job import Evaluate, Job
+
+GOOD: dict[str, Any] = {
+    "model": lambda: nn.Linear(1, 1),
+    "loss": lambda model, batch: model(batch).mean(),
+    "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+    "data": lambda: torch.zeros(8, 1),
+    "batch_size": 4,
+    "steps": 2,
+}
+
+
+def test_a_job_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Job(**GOOD).steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["model", "loss", "optimizer", "data", "collate", "scheduler"])
+def test_what_is_called_must_be_a_function(name: str):
+    with pytest.raises(JobError, match=rf"^Job\({name}=\.\.\.\) must be a function, like {name}=.*, not int\.$"):
+        Job(**{**GOOD, name: 3})
+
+
+def test_a_module_is_not_a_function_that_builds_one():
+    with pytest.raises(JobError, match=r"must be a function that builds the module, like model=lambda: GPT\(\), not a module"):
+        Job(**{**GOOD, "model": nn.Linear(1, 1)})
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("batch_size", 1), ("steps", 1), ("seed", 0), ("num_workers", 0), ("keep_checkpoints", 1), ("tokens_per_sample", 1), ("checkpoint_every", 1)],
+)
+@pytest.mark.parametrize("wrong", ["too small", 2.0, True, "4"])
+def test_counts_are_whole_numbers(name: str, least: int, wrong: object):
+    value = least - 1 if wrong == "too small" else wrong
+    with pytest.raises(JobError) as caught:
+        Job(**{**GOOD, name: value})
+    assert str(caught.value) == f"Job({name}={value!r}) must be a whole number, {least} or more."
+
+
+@pytest.mark.parametrize("name", ["batch_size", "steps", "model", "loss", "optimizer", "data"])
+def test_nothing_needed_may_be_none(name: str):
+    with pytest.raises(JobError, match=rf"^Job\({name}="):
+        Job(**{**GOOD, name: None})
+
+
+@pytest.mark.parametrize("name", ["tokens_per_sample", "checkpoint_every", "collate", "scheduler", "clip_grad_norm", "evaluate"])
+def test_the_rest_may_be_none(name: str):
+    assert getattr(Job(**{**GOOD, name: None}), name) is None
+
+
+@pytest.mark.parametrize("clip", [0, -1.0, True, "1", float("nan")])
+def test_the_largest_norm_is_above_zero(clip: object):
+    with pytest.raises(JobError, match=r"^Job\(clip_grad_norm=.*\) must be a number above 0, or None for no clipping\.$"):
+        Job(**{**GOOD, "clip_grad_norm": clip})
+
+
+def test_evaluate_says_what_it_takes():
+    metrics = {"loss": GOOD["loss"]}
+    Job(**GOOD, evaluate=Evaluate(GOOD["data"], metrics, 5))
+    with pytest.raises(JobError, match=r"^Evaluate\(data=\.\.\.\) must be a function that builds a dataset"):
+        Evaluate([1, 2], metrics, 5)  # type: ignore[arg-type]
+    for wrong in ({}, {"loss": 3}, [GOOD["loss"]]):
+        with pytest.raises(JobError, match=r"^Evaluate\(metrics=\.\.\.\) must be functions by name"):
+            Evaluate(GOOD["data"], wrong, 5)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match=r"^Evaluate\(every=0\) must be a whole number of steps, 1 or more\.$"):
+        Evaluate(GOOD["data"], metrics, 0)
+    with pytest.raises(JobError, match=r"^Job\(evaluate=\.\.\.\) must be an Evaluate\(data, metrics, every\)\.$"):
+        Job(**GOOD, evaluate=metrics)

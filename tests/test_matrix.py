@@ -1,0 +1,26 @@
+"""Plans equal one device: every pair of settings on simulated devices; everything in the slow tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix import SETTINGS, Case, all_cases, case_name, covering_cases, run_cases
+
+
+def test_the_covering_cases_cover_all_pairs() -> None:
+    pairs = {(a, str(x), b, str(y)) for a in SETTINGS for x in SETTINGS[a] for b in SETTINGS if a < b for y in SETTINGS[b]}
+    met = {(a, str(case[a]), b, str(case[b])) for case in covering_cases() for a in SETTINGS for b in SETTINGS if a < b}
+    assert met == pairs
+    assert len(covering_cases()) < 60
+
+
+@pytest.mark.parametrize("case", covering_cases(), ids=case_name)
+def test_a_plan_equals_one_device(case: Case) -> None:
+    assert run_cases([case], "simulated") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", all_cases(), ids=case_name)
+def test_every_plan_equals_one_device(case: Case) -> None:
+    assert run_cases([case], "simulated") == []

@@ -1,0 +1,136 @@
+"""The plan: a value with a text form and JSON both ways, which cannot be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshloom.errors import PlanError
+from meshloom.mesh import Mesh
+from meshloom.plan import Plan, chunk_sizes
+
+counts = st.integers(1, 10**6)
+plans = st.builds(
+    Plan,
+    dp=counts,
+    microbatches=counts,
+    zero=st.integers(0, 1),
+    sync_batch_norm=st.booleans(),
+    overlap=st.booleans(),
+    bucket_bytes=counts,
+    keyed_draws=st.booleans(),
+)
+
+
+def test_the_strategy_covers_every_field():
+    assert all(dataclasses.replace(Plan(), **{field.name: field.default}) == Plan() for field in dataclasses.fields(Plan))
+    assert {field.name for field in dataclasses.fields(Plan)} == {
+        "dp",
+        "microbatches",
+        "zero",
+        "sync_batch_norm",
+        "overlap",
+        "bucket_bytes",
+        "keyed_draws",
+    }
+
+
+@given(plans)
+def test_text_and_back_is_the_same_plan(plan: Plan):
+    assert Plan.parse(str(plan)) == plan
+
+
+@given(plans)
+def test_json_and_back_is_the_same_plan(plan: Plan):
+    assert Plan.from_json(json.dumps(plan.to_dict())) == plan
+
+
+@given(plans, plans)
+def test_plans_have_one_text_each(plan: Plan, other: Plan):
+    assert (str(plan) == str(other)) == (plan == other)
+
+
+def test_defaults_are_left_out_of_the_text_except_dp():
+    assert str(Plan()) == "dp=1"
+    assert str(Plan(zero=1, overlap=False)) == "dp=1,zero=1,overlap=false"
+
+
+def test_spaces_around_settings_do_not_matter():
+    assert Plan.parse(" dp = 4 , microbatches=2 ") == Plan(dp=4, microbatches=2)
+
+
+def test_a_plan_knows_its_ranks_and_chunks():
+    plan = Plan(dp=4, microbatches=3)
+    assert plan.mesh == Mesh(dp=4)
+    assert plan.num_chunks == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("dp", "'dp' in plan 'dp' is not key=value. A plan looks like dp=4,microbatches=2."),
+        ("dp=4,", "'' in plan 'dp=4,' is not key=value. A plan looks like dp=4,microbatches=2."),
+        ("dp=", "'dp=' in plan 'dp=' is not key=value. A plan looks like dp=4,microbatches=2."),
+        ("=4", "'=4' in plan '=4' is not key=value. A plan looks like dp=4,microbatches=2."),
+        ("dp=2,dp=4", "dp stands twice in plan 'dp=2,dp=4'."),
+        ("dp=two", "dp=two must be a whole number, like dp=1."),
+        ("dp=1.5", "dp=1.5 must be a whole number, like dp=1."),
+        ("dp=true", "dp=True must be a whole number, like dp=1."),
+        ("overlap=1", "overlap=1 must be true or false, like overlap=true."),
+        ("overlap=no", "overlap=no must be true or false, like overlap=true."),
+        ("dp=0", "dp=0 must be 1 or more."),
+        ("microbatches=-2", "microbatches=-2 must be 1 or more."),
+        ("bucket_bytes=0", "bucket_bytes=0 must be 1 or more."),
+        ("zero=3", "zero=3 is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp)."),
+        ("microbatch=2", "A plan has no setting 'microbatch'. Did you mean microbatches?"),
+        (
+            "color=2",
+            "A plan has no setting 'color'. Known: dp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws.",
+        ),
+    ],
+)
+def test_a_wrong_text_is_one_sentence(text: str, sentence: str):
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "beginning"),
+    [
+        ("{", "This plan is not JSON: "),
+        ("[1]", "A plan in JSON is an object of settings, not list."),
+        ('{"overlapping": true}', "A plan has no setting 'overlapping'. Did you mean overlap?"),
+    ],
+)
+def test_wrong_json_is_one_sentence(text: str, beginning: str):
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(text)
+    assert str(caught.value).startswith(beginning)
+
+
+def test_sync_batch_norm_needs_a_sample_in_every_chunk():
+    plan = Plan(dp=4, microbatches=2, sync_batch_norm=True)
+    plan.check_batch(8)
+    with pytest.raises(
+        PlanError, match=r"^A batch of 7 samples cannot fill 8 chunks \(dp=4 x microbatches=2\), and sync_batch_norm needs a sample in each\. "
+    ):
+        plan.check_batch(7)
+    Plan(dp=4, microbatches=2).check_batch(1)  # elsewhere empty chunks are allowed
+
+
+@given(st.integers(0, 500), st.integers(1, 64))
+def test_chunks_are_a_partition_larger_ones_first_and_differ_by_one_at_most(num_samples: int, num_chunks: int):
+    sizes = chunk_sizes(num_samples, num_chunks)
+    assert len(sizes) == num_chunks
+    assert sum(sizes) == num_samples
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_66_samples_on_4_chunks():
+    assert chunk_sizes(66, 4) == [17, 17, 16, 16]

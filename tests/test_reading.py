@@ -1,0 +1,90 @@
+"""What fails in the job's own code comes out with the sample and the user's line, from a worker too."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+
+import pytest
+import torch
+from reading_jobs import job_of, read_chunks
+
+from meshloom.errors import DataError
+from meshloom.plan import Plan
+from meshloom.state.reading import WorkerError
+
+
+class Broken:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise ValueError("this picture\nis broken")
+        return torch.tensor(index)
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(number for number, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_error_in_a_dataset_names_sample_and_line(num_workers):
+    line = line_of(Broken, "raise ValueError")
+    message = rf"Reading sample 5 \(step 1\) failed at {__file__}:{line} in __getitem__: ValueError: this picture is broken$"
+    with pytest.raises(DataError, match=message) as caught:
+        read_chunks(job_of(Broken(), num_workers=num_workers, shuffle=False), Plan(dp=2), 0, 2)
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerError if num_workers else ValueError)
+    assert not num_workers or 'raise ValueError("this picture' in str(cause)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_error_in_collate_names_chunk_samples_and_line(num_workers):
+    def collate(samples):
+        return samples[9]
+
+    line = line_of(collate, "return samples[9]")
+    message = rf"Collating chunk 1 of step 0 \(samples 2, 3\) failed at {__file__}:{line} in collate: IndexError"
+    with pytest.raises(DataError, match=message):
+        read_chunks(
+            job_of(list(range(8)), collate=lambda s: collate(s) if 3 in s else s, num_workers=num_workers, shuffle=False), Plan(microbatches=2), 0, 2
+        )
+
+
+def test_error_inside_a_library_names_the_users_line():
+    class Calls:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return torch.utils.data.default_collate([torch.ones(1), torch.ones(2)])
+
+    with pytest.raises(DataError, match=rf"failed at {__file__}:{line_of(Calls, 'default_collate')} in __getitem__: RuntimeError"):
+        read_chunks(job_of(Calls()), Plan(), 0, 1)
+
+
+def test_samples_that_do_not_stack_are_named():
+    with pytest.raises(DataError, match=r"Collating chunk 0 of step 0 \(samples 0, 1\) failed at .*: RuntimeError: stack expects"):
+        read_chunks(job_of([torch.ones(1), torch.ones(2)], shuffle=False), Plan(), 0, 1)
+
+
+def test_batch_that_a_worker_cannot_send():
+    with pytest.raises(DataError, match=r"Collating chunk 0 of step 0 .* failed"):
+        read_chunks(job_of([1, 2], collate=lambda samples: lambda: samples, num_workers=1), Plan(), 0, 1)
+
+
+def test_killed_worker():
+    class Kills:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(
+        DataError, match="The processes that read data failed: .*exited unexpectedly.* Job.num_workers=0. reads in the rank's own process"
+    ):
+        read_chunks(job_of(Kills(), num_workers=1), Plan(), 0, 1)

@@ -1,0 +1,252 @@
+"""Whatever happens while a checkpoint is saved, the one before it is whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from saving_jobs import names_in, save_step, slices_of, state_of, weights_of
+
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import run_in_steps
+from meshloom.errors import CheckpointError
+from meshloom.state import layout, saving
+from meshloom.state.checkpoint import Checkpoint, find
+from meshloom.state.layout import Piece, fingerprint_of
+from meshloom.state.saving import save
+
+
+def assert_whole(path, content):
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.values == {"epoch": content}
+    assert all(torch.equal(checkpoint.weights()[name], weight) for name, weight in weights_of(content).items())
+    for key, tensor in state_of(content).items():
+        assert torch.equal(checkpoint.read(key, 0, tensor.numel()), tensor.flatten())
+
+
+def in_child(action):
+    """Run `action` in a forked process; its exit code. No file handle or handler of an exception outlives it: as a kill -9 would."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:
+            os._exit(3)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed_at(number, action):
+    """`action`, killed just before its file operation `number`; counted are all that Python audits, and fsync."""
+    counted = 0
+
+    def count(*_):
+        nonlocal counted
+        counted += 1
+        if counted == number:
+            os.kill(os.getpid(), 9)
+
+    def hook(event, _):
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            count()
+
+    def body():
+        real = os.fsync
+        os.fsync = lambda descriptor: (count(), real(descriptor))
+        sys.addaudithook(hook)  # stays for ever, which in this process is short
+        action()
+
+    return in_child(body)
+
+
+def crash_everywhere(template, directory, old, new):
+    """Save step `new` over a copy of `template`, killed at each operation in turn.
+
+    Every time there is a whole checkpoint, the old one up to some moment and the new one after it, and the next save goes
+    well and tidies up.
+    """
+    found = []
+    for number in range(1, 200):
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(template, directory)
+        code = killed_at(number, lambda: save_step(directory, new, keep=1))
+        found.append(Checkpoint.open(directory).values["epoch"])
+        assert_whole(directory, found[-1])
+        save_step(directory, new, keep=1)
+        assert names_in(directory) == [f"step-{new:08d}"]
+        assert_whole(directory, new)
+        if code == 0:
+            break
+        assert code == -9
+    kept = found.index(new)
+    assert number > 20 and found == [old] * kept + [new] * (number - kept)
+
+
+def test_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
+    save_step(tmp_path / "template", 1)
+    crash_everywhere(tmp_path / "template", tmp_path / "run", old=1, new=2)
+
+
+def test_kill_while_saving_a_step_again_leaves_a_whole_checkpoint(tmp_path):
+    save_step(tmp_path / "template", 2, content=1)
+    crash_everywhere(tmp_path / "template", tmp_path / "run", old=1, new=2)
+
+
+def test_kill_of_the_first_save_leaves_nothing_that_counts(tmp_path):
+    for number in range(1, 12):
+        directory = tmp_path / f"run-{number}"
+        assert killed_at(number, lambda directory=directory: save_step(directory, 1)) == -9
+        with pytest.raises(CheckpointError, match=r"There is no (checkpoint in|directory)"):
+            find(directory)
+        save_step(directory, 1)
+        assert names_in(directory) == ["step-00000001"]
+
+
+def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
+    save_step(tmp_path, 1)
+    real, calls = saving.write_tensors, []
+
+    def write(path, tensors):
+        calls.append(path.name)
+        if path.name.startswith("state-00001"):
+            path.write_bytes(b"part")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, tensors)
+
+    monkeypatch.setattr(saving, "write_tensors", write)
+    sentences = []
+
+    def rank(group):
+        try:
+            yield from save(
+                tmp_path,
+                2,
+                weights=weights_of(2),
+                pieces=slices_of(state_of(2), group.rank, 3),
+                values=None,
+                fingerprint={},
+                plan_text="dp=3",
+                group=group,
+                keep=2,
+            )
+        except CheckpointError as error:
+            sentences.append(str(error))
+
+    run_in_steps([rank(group) for group in simulated_groups(3)])
+    free = layout.amount(shutil.disk_usage(tmp_path).free).split()[1]  # the number itself changes all the time
+    assert len(sentences) == 3 and len(set(sentences)) == 1
+    assert sentences[0].startswith(f"Rank 1 cannot save step 2 in {tmp_path}: No space left on device. It needs 28 bytes there, and ")
+    assert sentences[0].endswith(f" {free} are free. The checkpoint before it is whole: {tmp_path / 'step-00000001'}.")
+    assert names_in(tmp_path) == ["step-00000001"] and len(calls) == 4  # the others had written
+    assert_whole(tmp_path, 1)
+
+
+def test_limit_of_the_system_on_file_size(tmp_path):
+    save_step(tmp_path, 1)
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            save_step(tmp_path, 2, weights={"w": torch.ones(1000)})
+        except CheckpointError as error:
+            os._exit(0 if "Rank 0 cannot save step 2" in str(error) and "File too large. It needs 4.0 kB there" in str(error) else 4)
+
+    assert in_child(limited) == 0
+    assert names_in(tmp_path) == ["step-00000001"]
+    assert_whole(tmp_path, 1)
+
+
+@pytest.mark.parametrize("failing", ["mkdir", "rename", "meta"])
+def test_rank_0_that_cannot_work_in_the_directory(failing, tmp_path, monkeypatch):
+    save_step(tmp_path, 1)
+
+    def fail(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", "somewhere")
+
+    if failing == "meta":
+        monkeypatch.setattr(saving, "meta_text", fail)
+    else:
+        real = getattr(Path, failing)
+        monkeypatch.setattr(Path, failing, lambda self, *a, **k: fail() if self.name.startswith((".saving", "meta")) else real(self, *a, **k))
+    with pytest.raises(CheckpointError, match=r"Rank 0 cannot save step 2 in .*: Permission denied \(somewhere\). The checkpoint before it is whole"):
+        save_step(tmp_path, 2)
+    assert names_in(tmp_path) == ["step-00000001"]
+
+
+def test_directory_that_the_ranks_do_not_share(tmp_path, monkeypatch):
+    one, other = tmp_path / "one", tmp_path / "other"
+
+    def save_apart():
+        everyone = {"values": None, "fingerprint": {}, "plan_text": "dp=2", "keep": 2, "weights": weights_of(1), "pieces": []}
+        run_in_steps([save(directory, 1, group=group, **everyone) for directory, group in zip((one, other), simulated_groups(2), strict=True)])
+
+    with pytest.raises(CheckpointError, match=r"Rank 1 cannot save step 1 in .*: it does not see .*, which rank 0 made; all ranks must save to one"):
+        save_apart()
+    (other / ".saving-step-00000001").mkdir(parents=True)  # each machine has such a directory of its own
+    with pytest.raises(CheckpointError, match=r"state-00001-of-00002.safetensors, which another rank wrote, is missing; all ranks must save to one"):
+        save_apart()
+    assert names_in(one) == []
+
+
+def test_an_interrupted_save_removes_what_it_wrote(tmp_path, monkeypatch):
+    def interrupt(path, tensors):
+        raise KeyboardInterrupt
+
+    save_step(tmp_path, 1)
+    monkeypatch.setattr(saving, "write_tensors", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save_step(tmp_path, 2)
+    assert names_in(tmp_path) == ["step-00000001"]
+
+
+def test_older_checkpoints_are_removed_in_the_order_they_were_saved(tmp_path):
+    for step in (10, 20, 30):
+        save_step(tmp_path, step, keep=2)
+    assert names_in(tmp_path) == ["step-00000020", "step-00000030"]
+    save_step(tmp_path, 25, keep=2)  # a run that went back to step 20
+    assert names_in(tmp_path) == ["step-00000025", "step-00000030"]
+    assert find(tmp_path).name == "step-00000025"
+    save_step(tmp_path, 30, keep=2)
+    assert names_in(tmp_path) == ["step-00000025", "step-00000030"]
+    assert find(tmp_path).name == "step-00000030"
+
+
+def test_other_files_in_the_directory_are_left_alone(tmp_path):
+    (tmp_path / "log.txt").write_text("mine")
+    (tmp_path / "step-notes").mkdir()
+    for step in (1, 2):
+        save_step(tmp_path, step, keep=1)
+    assert names_in(tmp_path) == ["log.txt", "step-00000002", "step-notes"]
+
+
+def test_pieces_that_all_ranks_have_are_written_once_and_by_turns(tmp_path):
+    path = save_step(tmp_path, 1, num_ranks=3, pieces=lambda rank: slices_of(state_of(1), 0, 1))
+    assert_whole(tmp_path, 1)
+    held = [list(safetensors.torch.load_file(path / f"state-{rank:05d}-of-00003.safetensors")) for rank in range(3)]
+    assert [len(names) for names in held] == [1, 1, 1]
+    assert len({name for names in held for name in names}) == 3
+
+
+def test_the_weights_are_rank_0s(tmp_path):
+    def rank(group):
+        weights = weights_of(1) if group.rank == 0 else {}
+        fingerprint = fingerprint_of(weights.items())
+        settings = {"pieces": [], "fingerprint": fingerprint, "plan_text": "dp=2", "group": group, "keep": 1}
+        yield from save(tmp_path, 1, weights=weights, values=group.rank, **settings)
+
+    run_in_steps([rank(group) for group in simulated_groups(2)])
+    checkpoint = Checkpoint.open(tmp_path)
+    assert torch.equal(checkpoint.weights()["scale"], weights_of(1)["scale"]) and checkpoint.values == 0
+    checkpoint.check(fingerprint_of(weights_of(1).items()))
+
+
+def test_pieces_without_elements(tmp_path):
+    save_step(tmp_path, 1, pieces=lambda rank: [Piece("empty", torch.ones(0), 0, 0, (0, 3))])
+    assert Checkpoint.open(tmp_path).read("empty", 0, 0).shape == (0,)
