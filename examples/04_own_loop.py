@@ -22,7 +22,7 @@ def spirals(num_samples: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(3, (num_samples,), generator=generator)
     radius = torch.rand(num_samples, generator=generator)
-    angle = 4 * radius + arm * (2 * torch.pi / 3) + 0.1 * torch.randn(num_samples, generator=generator)
+    angle = 4 * radius + arm * (2 * torch.pi / 3) + 0.4 * torch.randn(num_samples, generator=generator)
     return TensorDataset(torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arm)
 
 
@@ -35,8 +35,8 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
 job = ml.Job(
     model=lambda: nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)),
     loss=loss,
-    optimizer=lambda named: torch.optim.Adam(named, lr=5e-3),
-    data=lambda: spirals(2000, seed=1),
+    optimizer=lambda named: torch.optim.Adam(named, lr=1e-2),
+    data=lambda: spirals(300, seed=1),
     batch_size=100,
     steps=600,
     evaluate=ml.Evaluate(lambda: spirals(500, seed=2), {"loss": loss}, every=40),

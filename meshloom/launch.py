@@ -141,9 +141,10 @@ def open_world(mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0
     if size > 1 and devices.startswith("simulated"):
         raise DeviceError(f"devices={devices} keeps all ranks in one process, but {size} processes were started. Start one, or use devices=cpu.")
     if seat and mesh.size != size:
+        started = "1 process was" if size == 1 else f"{size} processes were"
         raise PlanError(
-            f"The plan needs {mesh.size} rank{'s' * (mesh.size > 1)} ({_sizes(mesh)}), but {size} process{'es' * (size > 1)} "
-            f"{'were' if size > 1 else 'was'} started. Start {mesh.size}, or use a plan of {size}, like dp={size}."
+            f"The plan needs {_ranks(mesh.size)} ({_sizes(mesh)}), but {started} started. "
+            f"Start {mesh.size} (torchrun --nproc-per-node {mesh.size} on one machine), or use a plan of {size}, like dp={size}."
         )
     if seat and size > 1:
         return _join(mesh, seat, devices, timedelta(seconds=timeout_seconds))
@@ -245,10 +246,7 @@ def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, made: list[dist.Pr
     previous = sys.excepthook
 
     def uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if issubclass(kind, Exception):
-            leave(report_failure(error, mesh))
-        previous(kind, error, where)
-        leave(130)
+        leave(report_failure(error, mesh))
 
     def end(well: bool) -> None:
         atexit.unregister(at_exit)
@@ -288,10 +286,10 @@ def _meeting_place(seat: _Seat, timeout: timedelta) -> dist.Store:
 def _agreed_device(seat: _Seat, devices: str, store: dist.Store) -> tuple[Kind, torch.device, str]:
     """The same kind of device on all ranks: cuda if each has a GPU of its own."""
     wanted = os.environ.get("MESHLOOM_DEVICES", devices) if devices == "auto" else devices
-    count = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
-    index = seat.local_rank % count if count else 0
+    count = torch.cuda.device_count()
+    index = seat.local_rank % max(1, count)
     # Some clusters show each process all of a machine's GPUs, others one; what counts is whether two ranks would share.
-    own = f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}" if count else ""
+    own = f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}" if count and wanted != "cpu" else ""
     store.set(f"gpu/{seat.rank}", own)
     seen = [store.get(f"gpu/{rank}").decode() for rank in range(seat.size)]
     num_gpus = len({gpu for gpu in seen if gpu})
@@ -299,7 +297,7 @@ def _agreed_device(seat: _Seat, devices: str, store: dist.Store) -> tuple[Kind, 
         return "cuda", torch.device("cuda", index), _gpus(num_gpus)
     if wanted == "cuda":
         raise DeviceError(f"devices=cuda needs {seat.size} GPUs, one for each rank, and {_gpus(num_gpus)}. Use devices=cpu.")
-    return "cpu", torch.device("cpu"), "asked for" if devices == "cpu" else _gpus(num_gpus)
+    return "cpu", torch.device("cpu"), "asked for" if devices == "cpu" else _gpus(count)
 
 
 # --- The choice, made before anything is started.
@@ -505,8 +503,8 @@ class _Failure:
     exit_code: int
 
     def __str__(self) -> str:
-        where = f" on {self.who}" if self.who else ""
-        text = f"{self.kind}{where}: {self.message}" if self.message else f"{self.kind}{where}"
+        where = f"{self.kind} on {self.who}" if self.kind and self.who else self.kind or _capital(self.who)
+        text = f"{where}{':' if self.kind else ''} {self.message}" if self.message else where
         return "\n".join(part for part in (self.traceback.rstrip(), text, f"  {self.line}" if self.line else "") if part)
 
 
@@ -521,6 +519,8 @@ def _tell(event: Mapping[str, object]) -> bool:
             text = text[os.write(int(descriptor), text) :]
     except BrokenPipeError:
         os.killpg(0, signal.SIGKILL)
+    except OSError:  # a program that a rank has started inherits the variable, but not the pipe
+        return False
     return True
 
 
@@ -536,8 +536,8 @@ def _own_line(error: BaseException) -> str:
         for each in chain
         if "Original Traceback" in str(each)
     ]
-    ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen", "<string>")
-    installed = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    ours = (f"{Path(__file__).parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_path('scripts')}{os.sep}", "<")
+    installed = (*ours, *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")))
     for others in (installed, ours):  # what is installed may be the user's own package
         for trace in [*reversed(told), *reversed(frames)]:
             for name, number in reversed(trace):
@@ -787,10 +787,9 @@ class _Ranks:
                 self._read(rank, descriptor)
         if rank.exit_code and rank.failure is None:
             number = -rank.exit_code
-            how = f"was killed by {signal.Signals(number).name}" if number > 0 else f"ended with exit code {rank.exit_code} and said nothing"
-            hint = ", which is what the system does when memory runs out" if number == signal.SIGKILL else ""
-            message = f"The process {how}{hint}."
-            rank.failure = _Failure(who=rank.name, kind="RankError", message=message, line="", traceback="", consequence=False, exit_code=1)
+            message = f"was killed by {signal.Signals(number).name}" if number > 0 else f"ended with exit code {rank.exit_code}, and did not say why"
+            hint = " (the system does that when memory runs out)" if number == signal.SIGKILL else ""
+            rank.failure = _Failure(who=rank.name, kind="", message=f"{message}{hint}.", line="", traceback="", consequence=False, exit_code=1)
             self._failures.append((time.monotonic(), rank.failure))
 
     def end(self, signals: list[int]) -> None:
@@ -806,6 +805,8 @@ class _Ranks:
             rank.process.wait()
             self._bury(rank)
             if rank.process.stdout:
+                if rest := rank.unread.pop(rank.process.stdout.fileno(), b""):
+                    self._print(rank, rest)
                 rank.process.stdout.close()
             os.close(rank.report)
         self._ranks = []

@@ -26,7 +26,7 @@ from meshloom.comm.values import agree, collect
 from meshloom.errors import DataError, JobError, TrainingError
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
-from meshloom.exchange.batch_norm import synchronise_batch_norm
+from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.zero import ZeroOne
 from meshloom.job import Job, Loss
@@ -170,9 +170,10 @@ class Replica:
                     value, weight = as_sum(metric(self.model, data), chunk.samples, needs_gradient=False)
                     row += torch.stack([value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)])
         self.model.train(was_training)
-        work = self.replicas.all_reduce(sums)
-        yield
-        work.wait()
+        if self.plan.dp > 1:
+            work = self.replicas.all_reduce(sums)
+            yield
+            work.wait()
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
 
     def digests(self) -> Steps[list[list[int]]]:
@@ -200,7 +201,8 @@ class Replica:
         if self.plan.dp == 1:
             return {}
         loss_and_weight = {"all_reduce": 16}
-        return _add(loss_and_weight, self.exchange.bytes_per_step(), self.statistics.bytes_per_step(), self.updater.bytes_per_step())
+        joined = {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()} if self.plan.sync_batch_norm else {}
+        return _add(loss_and_weight, joined, self.exchange.bytes_per_step(), self.statistics.bytes_per_step(), self.updater.bytes_per_step())
 
     def bytes_once(self) -> dict[str, int]:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
@@ -208,6 +210,10 @@ class Replica:
             return {}
         values = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
         return _add({"broadcast": values}, self.exchange.bytes_once(), self.updater.bytes_once())
+
+    def bytes_per_evaluation(self) -> int:
+        """Bytes that `evaluate` hands over: a sum and a weight per metric."""
+        return 16 * len(self.job.evaluate.metrics) if self.job.evaluate else 0
 
     def bytes_per_check(self) -> int:
         """Bytes that `digests` hands over."""
@@ -357,8 +363,8 @@ def _add(*parts: Mapping[str, int]) -> dict[str, int]:
 def _hash(tensor: Tensor) -> Tensor:
     """A 64-bit hash of the bits of a tensor, as an int64 scalar on its device."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.numel() % 8:
-        flat = torch.cat([flat, flat.new_zeros(8 - flat.numel() % 8)])
+    if flat.numel() % 8 or flat.storage_offset() % 8:  # a parameter may start anywhere in a bucket
+        flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
     words = flat.view(torch.int64)
     # An odd multiplier per position (wrapping), so that permuted and shifted contents differ.
     position = torch.arange(words.numel(), device=words.device, dtype=torch.int64)

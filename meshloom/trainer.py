@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -146,7 +146,7 @@ class Trainer:
             if resume is not None:
                 self._resume(Path(resume))
             self._start_step = self.next_step
-            self._checks = 0
+            self._checks = self._evaluations = 0
             self._clock = _Clock()
             self._stack = building.pop_all()
 
@@ -183,6 +183,7 @@ class Trainer:
         if self._evaluation_data is None:
             self._evaluation_data = self.job.evaluate.data()
         chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.world) for replica in self.replicas]
+        self._evaluations += 1
         return self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
 
     def save(self) -> Path:
@@ -337,6 +338,7 @@ class Trainer:
         add(replica.bytes_per_step(), self._clock.num_steps)
         if self.plan.dp > 1:
             add({"all_gather": replica.bytes_per_check()}, self._checks)
+            add({"all_reduce": replica.bytes_per_evaluation()}, self._evaluations)
         return Traffic({"dp": {name: count for name, count in total.items() if count}})
 
 
@@ -347,7 +349,7 @@ def _plan(plan: Plan | str | None) -> Plan:
     chosen = Plan.parse(plan) if isinstance(plan, str) else plan
     if not isinstance(chosen, Plan):
         raise PlanError(f"Trainer takes a Plan or its text, not a {type(plan).__name__}.")
-    if given and Plan.parse(given) != chosen:
+    if given and replace(Plan.parse(given), keyed_draws=chosen.keyed_draws) != chosen:  # verification keys the draws of any plan
         raise PlanError(f"The program's own plan is {chosen} and the command line says --plan {given}. Leave one of them out, or make them equal.")
     return chosen
 

@@ -66,14 +66,15 @@ def job_of(case: Mapping[str, Any]) -> Job:
     return make_job(case["model"], case["optimizer"], batch_size=batch, data=partial(DATA.get(case["model"], vectors), num_samples))
 
 
-def run_cases(cases: Sequence[Mapping[str, Any]], devices: str) -> list[str]:
-    """Verify each case in float64; a line for each that differs. Ranks other than 0 return nothing."""
+def run_cases(cases: Sequence[Mapping[str, Any]], devices: str) -> list[str] | None:
+    """Verify each case in float64; a line for each that differs. None on ranks other than 0."""
     wrong: list[str] = []
+    report = None
     for case in cases:
         report = verify(job_of(case), plan_of(case), devices=devices, steps=3, dtype=torch.float64)
         if report and not report.passed:
-            wrong.append(f"{case_name(case)}: {[cause for cause in report.causes]}")
-    return wrong
+            wrong.append(f"{case_name(case)}: {[*report.causes]}")
+    return wrong if report else None
 
 
 def _pairs(case: Mapping[str, Any]) -> set[tuple[tuple[str, str], tuple[str, str]]]:

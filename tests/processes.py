@@ -20,8 +20,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "meshloom.comm.c10d", "meshloom.comm.simulated", "meshloom.comm.values"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch.distributed", "meshloom.comm.c10d", "meshloom.comm.simulated", "meshloom.comm.values"])
 if not getattr(multiprocessing.current_process(), "_inheriting", False):  # the ranks import this file too
     forkserver.ensure_running()
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the first one in a process opens a pipe that its event loop keeps
@@ -43,8 +43,8 @@ def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout_s
     processes: list[Any] = []
     try:
         for rank in range(size):
-            here, there = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_rank, args=(there, function, arguments, rank, size, port, dict(os.environ)), daemon=True)
+            here, there = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(target=_rank, args=(there, function, arguments, rank, size, port, dict(os.environ)), daemon=True)
             process.start()
             there.close()
             ends.append(here)

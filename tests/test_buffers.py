@@ -91,7 +91,8 @@ def check(build: Callable[[], nn.Module], steps: Sequence[Sequence[Sequence[Tens
 
 def schedule(shape: tuple[int, ...] = (4,), steps: int = 3) -> list[list[list[Tensor]]]:
     """Three replicas of two chunks each, of uneven sizes; one chunk is empty."""
-    return [[inputs(3, 4, shape=shape, seed=step), inputs(2, 0, shape=shape, seed=10 + step), inputs(5, 2, shape=shape, seed=20 + step)] for step in range(steps)]
+    sizes = [(3, 4), (2, 0), (5, 2)]
+    return [[inputs(*mine, shape=shape, seed=10 * replica + step) for replica, mine in enumerate(sizes)] for step in range(steps)]
 
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -167,21 +168,25 @@ def test_a_checkpointed_layer_counts_its_second_run_as_on_one_device():
 
 def test_the_module_looks_unchanged_even_when_forward_fails():
     class Fails(nn.BatchNorm1d):
-        def _check_input_dim(self, input: Tensor) -> None:
-            if len(input) == 3:
+        def _check_input_dim(self, x: Tensor) -> None:  # type: ignore[override]
+            if len(x) == 3:
                 raise RuntimeError("stop")
 
     world = World(lambda: Fails(4), 2)
     model: Any = world.models[0]
-    kept = (model.momentum, id(model.running_mean), id(model.running_var), id(model.num_batches_tracked), model.running_mean.clone(), sorted(vars(model)))
+
+    def look() -> tuple[Any, ...]:
+        buffers = [id(each) for each in (model.running_mean, model.running_var, model.num_batches_tracked)]
+        return model.momentum, *buffers, model.running_mean.clone(), sorted(vars(model))
+
+    kept = look()
     for size in (3, 2):
         try:
             with world.statistics[0].chunk():
                 model(inputs(size)[0])
         except RuntimeError:
             assert size == 3
-        now = (model.momentum, id(model.running_mean), id(model.running_var), id(model.num_batches_tracked), model.running_mean, sorted(vars(model)))
-        assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(kept, now, strict=True))
+        assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(kept, look(), strict=True))
     run_in_steps([each.finish() for each in world.statistics])
     assert id(model.running_mean) == kept[1] and not torch.equal(model.running_mean, kept[4])
 
@@ -272,6 +277,7 @@ def test_an_average_per_class_moves_only_where_its_class_occurs():
             return self.linear(x)
 
     # How often a class occurs in a chunk decides how much it decays, so the factor is constant only for single samples.
+    # What a replica has not seen yet it finds out when another one has.
     steps = [[inputs(1, 1, seed=step), inputs(1, 0, seed=10 + step), inputs(1, 1, seed=20 + step)] for step in range(5)]
     check(PerClass, steps)
 
@@ -296,6 +302,20 @@ def test_overwriting_with_the_same_value_is_not_leaving_alone():
     # The first and last replica write the 5 that is there already, the second writes a 3; then only the first sees an odd size.
     steps = [[inputs(5), inputs(3), inputs(5)], [inputs(4, 3), inputs(4, 2), inputs(2, 4)], [inputs(4, 4), inputs(5, 4), inputs(3, 4)]]
     assert not check(Sizes, steps).notes()
+
+
+def test_an_average_that_stands_still_still_decays():
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("active", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.active.mul_(0.75).add_((x.detach() > 1.0).double().mean(0), alpha=0.25)  # often 0 of 0
+            return self.linear(x)
+
+    assert not check(Dead, schedule(steps=5)).notes()
 
 
 class Reads(nn.Module):

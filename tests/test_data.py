@@ -82,12 +82,14 @@ def test_evaluation_reads_every_sample_once_in_order(num_samples, batch_size, dp
     assert torch.equal(torch.cat([chunk.data for chunk in chunks]), torch.cat(alone))
 
 
+@pytest.mark.processes
 def test_evaluation_draws_the_same_each_time_with_and_without_workers():
     group = simulated_groups(2)[1]
     runs = [list(evaluation_chunks(Augmented(9), job_of([0], num_workers=workers), Plan(dp=2), group)) for workers in (0, 0, 2)]
     assert [chunk.samples for chunk in runs[0]] == [2, 2] and same([runs[0]], [runs[1]]) and same([runs[0]], [runs[2]])
 
 
+@pytest.mark.processes
 def test_evaluation_left_in_the_middle_ends_its_workers():
     for chunk in evaluation_chunks(Augmented(9), job_of([0], num_workers=2), Plan(), simulated_groups(1)[0]):
         assert chunk.samples == 4

@@ -53,8 +53,13 @@ def test_no_tensors_at_all(tmp_path):
 
 
 def test_dtype_that_the_format_lacks(tmp_path):
-    with pytest.raises(CheckpointError, match="buffer is torch.complex128, which a checkpoint cannot hold"):
+    with pytest.raises(CheckpointError, match="buffer is torch.complex128, and a checkpoint holds only F64, F32"):
         write_tensors(tmp_path / "x.safetensors", {"buffer": torch.ones(1, dtype=torch.complex128)})
+
+
+def test_what_is_no_tensor(tmp_path):
+    with pytest.raises(CheckpointError, match="norm._extra_state is of type dict, and a checkpoint holds tensors only"):
+        write_tensors(tmp_path / "x.safetensors", {"norm._extra_state": {}})
 
 
 def test_piece_is_as_long_as_it_says():

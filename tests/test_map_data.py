@@ -54,6 +54,7 @@ def test_resuming_at_any_step_reads_what_an_uninterrupted_run_reads(start, dp, d
     assert same(read_chunks(job, plan, start, 9), read_chunks(job, plan, 0, 9)[start:])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dp", [1, 2])
 def test_workers_read_what_the_rank_itself_reads(dp):
     def read(num_workers):
@@ -62,6 +63,7 @@ def test_workers_read_what_the_rank_itself_reads(dp):
     assert same(read(2), read(0))
 
 
+@pytest.mark.processes
 def test_draws_in_collate_belong_to_the_chunk():
     def masked(samples):
         return torch.stack(samples)[:, 0] * torch.rand(len(samples))
@@ -73,6 +75,7 @@ def test_draws_in_collate_belong_to_the_chunk():
     assert same(read(1, 4), read(4, 1)) and same(read(1, 4), read(2, 2, num_workers=1))
 
 
+@pytest.mark.processes
 def test_another_step_than_the_next_is_found():
     job, plan = job_of(lambda: Augmented(11), num_workers=1), Plan(dp=2)
     straight = read_chunks(job, plan, 0, 6)
@@ -90,6 +93,7 @@ def test_nobody_reads_another_replicas_samples():
     assert [dataset.read for dataset in built] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
 
 
+@pytest.mark.processes
 def test_the_callers_generators_are_left_alone():
     torch.manual_seed(1), random.seed(2), numpy.random.seed(3)
     expected = torch.rand(3), random.random(), numpy.random.rand()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 import os
+import select
 import signal
 
 import pytest
 import torch
 from reading_jobs import job_of, read_chunks
 
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import run_in_steps
 from meshloom.errors import DataError
 from meshloom.plan import Plan
+from meshloom.state.data import open_reader
 from meshloom.state.reading import WorkerError
 
 
@@ -30,7 +34,7 @@ def line_of(function, text):
     return first + next(number for number, line in enumerate(lines) if text in line)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 def test_error_in_a_dataset_names_sample_and_line(num_workers):
     line = line_of(Broken, "raise ValueError")
     message = rf"Reading sample 5 \(step 1\) failed at {__file__}:{line} in __getitem__: ValueError: this picture is broken$"
@@ -41,7 +45,7 @@ def test_error_in_a_dataset_names_sample_and_line(num_workers):
     assert not num_workers or 'raise ValueError("this picture' in str(cause)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_error_in_collate_names_chunk_samples_and_line(num_workers):
     def collate(samples):
         return samples[9]
@@ -71,11 +75,29 @@ def test_samples_that_do_not_stack_are_named():
         read_chunks(job_of([torch.ones(1), torch.ones(2)], shuffle=False), Plan(), 0, 1)
 
 
+@pytest.mark.processes
 def test_batch_that_a_worker_cannot_send():
     with pytest.raises(DataError, match=r"Collating chunk 0 of step 0 .* failed"):
         read_chunks(job_of([1, 2], collate=lambda samples: lambda: samples, num_workers=1), Plan(), 0, 1)
 
 
+@pytest.mark.processes
+def test_workers_end_with_their_rank():
+    readable, writable = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        os.close(readable)  # the write end is inherited by the workers, as a connection to a peer would be
+        (reader,) = run_in_steps([open_reader(job_of([1, 2, 3, 4], batch_size=1, num_workers=2), Plan(), simulated_groups(1)[0], 0, 100)])
+        run_in_steps([reader.read(0)])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writable)
+    os.waitpid(rank, 0)
+    assert select.select([readable], [], [], 2.0)[0]  # torch's own watchdog takes up to 5 s
+    assert os.read(readable, 1) == b""
+    os.close(readable)
+
+
+@pytest.mark.processes
 def test_killed_worker():
     class Kills:
         def __len__(self):

@@ -89,16 +89,19 @@ def crash_everywhere(template, directory, old, new):
     assert number > 20 and found == [old] * kept + [new] * (number - kept)
 
 
+@pytest.mark.processes
 def test_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
     save_step(tmp_path / "template", 1)
     crash_everywhere(tmp_path / "template", tmp_path / "run", old=1, new=2)
 
 
+@pytest.mark.processes
 def test_kill_while_saving_a_step_again_leaves_a_whole_checkpoint(tmp_path):
     save_step(tmp_path / "template", 2, content=1)
     crash_everywhere(tmp_path / "template", tmp_path / "run", old=1, new=2)
 
 
+@pytest.mark.processes
 def test_kill_of_the_first_save_leaves_nothing_that_counts(tmp_path):
     for number in range(1, 12):
         directory = tmp_path / f"run-{number}"
@@ -148,6 +151,7 @@ def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
     assert_whole(tmp_path, 1)
 
 
+@pytest.mark.processes
 def test_limit_of_the_system_on_file_size(tmp_path):
     save_step(tmp_path, 1)
 

@@ -55,6 +55,7 @@ def test_resuming_a_stream_at_any_step(start):
     assert same(read_chunks(job, plan, start, 7), read_chunks(job, plan, 0, 7)[start:])
 
 
+@pytest.mark.processes
 def test_reading_ahead_in_a_worker_changes_nothing():
     def read(num_workers, start=0):
         return read_chunks(job_of(lambda: Stream(10), num_workers=num_workers), Plan(dp=2), start, 7)
@@ -88,7 +89,7 @@ def test_empty_stream():
         read_chunks(job_of(lambda: Stream(0)), Plan(dp=2), 0, 1)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_stream_that_runs_dry(num_workers):
     with pytest.raises(DataError, match="no samples in epoch 1: it ran dry after epoch 0. Its __iter__ must start anew each time"):
         read_chunks(job_of(lambda: (index for index in range(8)), num_workers=num_workers), Plan(dp=2), 0, 3)
@@ -106,7 +107,7 @@ def test_short_batch_of_a_stream_under_synchronised_statistics():
         read_chunks(job, plan, 0, 2)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_error_in_a_stream_names_sample_and_line(num_workers):
     class Fails(IterableDataset):
         def __iter__(self):

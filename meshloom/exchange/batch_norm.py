@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
@@ -47,6 +47,12 @@ def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
             vars(module).pop("forward", None)
 
 
+def bytes_per_chunk(model: nn.Module) -> dict[str, int]:
+    """Bytes that one chunk's forward and backward hand to each kind of collective, if every layer runs once and its input needs a gradient."""
+    channels = [module.num_features for module in model.modules() if isinstance(module, _BatchNorm)]
+    return {"all_gather": sum(8 * (1 + 2 * count) for count in channels), "all_reduce": sum(8 * 2 * count for count in channels)}
+
+
 def _forward(name: str, module: Any, group: Group) -> Any:
     original = module.forward
 
@@ -56,7 +62,9 @@ def _forward(name: str, module: Any, group: Group) -> Any:
         module._check_input_dim(x)
         count, mean, variance = _joined_statistics(x.detach(), group)
         if count <= 1:
-            raise TrainingError(f"Batch norm {name} got {count} value(s) per channel over all replicas, and a variance needs 2 or more. Use a larger batch.")
+            raise TrainingError(
+                f"Batch norm {name} got {count} value(s) per channel over all replicas, and a variance needs 2 or more. Use a larger batch."
+            )
         if module.track_running_stats and module.running_mean is not None:
             _update_running(module, count, mean, variance)
         return _Normalise.apply(x, module.weight, module.bias, mean, variance, count, module.eps, group)
@@ -114,7 +122,8 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
         x, weight, mean, variance = ctx.saved_tensors
         precision = _precision(x)
         others, shape = _others(x), (1, -1, *[1] * (x.ndim - 2))

@@ -64,7 +64,10 @@ class RunningStatistics:
         split = self._norms.length
         with torch.no_grad():
             for name in self._norms.apply(parts[:, :split].contiguous().view(torch.float64)):
-                self._note(f"{name} ran in evaluation mode within a training step, where it reads running statistics of before the step, not of the chunk before.")
+                self._note(
+                    f"{name} ran in evaluation mode within a training step, where it reads running statistics of before the step, "
+                    "not of the chunk before."
+                )
         self._others.agree(parts[:, split:].tolist())
         self._moving = self._others.moving_length
         maps = parts[:, :0]

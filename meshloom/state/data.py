@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,18 +20,16 @@ from meshloom.state.reading import seed_draws
 from meshloom.state.stream_data import StreamReader
 from meshloom.state.to_device import to_device
 
-__all__ = ["Chunk", "Reader", "evaluation_chunks", "open_reader", "to_device"]
+__all__ = ["Chunk", "Reader", "build_dataset", "evaluation_chunks", "open_reader", "to_device"]
 
 
 def open_reader(job: Job, plan: Plan, group: Group, start_step: int, stop_step: int) -> Steps[Reader]:
     """Build the job's data and read it from `start_step` up to `stop_step`; replica = `group.rank`, of `plan.dp` in `group`.
 
-    Whatever `job.data` draws while it builds is decided by the job's seed. Raises `DataError` when the ranks built different
+    Raises `DataError` when the ranks built different
     data or there is none, `JobError` for what is no dataset, `PlanError` when a batch cannot be run under `plan`.
     """
-    with preserved_draws():
-        seed_draws(derive(job.seed, "data"))
-        dataset = job.data()
+    dataset = build_dataset(job.data, job.seed)
     stream = _is_stream(dataset, "Job(data=...)")
     num_samples = None if stream else len(dataset)
     yield from agree(
@@ -43,6 +41,13 @@ def open_reader(job: Job, plan: Plan, group: Group, start_step: int, stop_step: 
     if num_samples is None:
         return StreamReader(dataset, job, plan, group, start_step, stop_step)
     return MapReader(dataset, num_samples, job, plan, group.rank, start_step, stop_step)
+
+
+def build_dataset(build: Callable[[], Any], seed: int) -> Any:
+    """What `build` returns; whatever it draws while it builds is decided by `seed`, so that all ranks build the same."""
+    with preserved_draws():
+        seed_draws(derive(seed, "data"))
+        return build()
 
 
 def evaluation_chunks(dataset: Any, job: Job, plan: Plan, group: Group) -> Iterator[Chunk]:

@@ -69,7 +69,10 @@ def reach(optimizer: Optimizer, *, elementwise: bool | None = None) -> Reach:
         ways: list[tuple[Reach, list[list[_Piece]]]] = [("parameter", _by_parameter(toys))]
         if elementwise is None and whole.sliceable():
             ways.insert(0, ("element", _by_element(toys)))
-        return next((way for way, ranks in ways if _agrees(optimizer, ranks, whole)), "optimizer")
+        for way, ranks in ways:
+            if _agrees(optimizer, ranks, whole):
+                return way
+        return "optimizer"
 
 
 @dataclass(frozen=True)
@@ -151,9 +154,10 @@ def _agrees(optimizer: Optimizer, ranks: list[list[_Piece]], whole: _Outcome) ->
     try:
         parts = _run(optimizer, ranks)
         reference = [_settings(group) for group in whole.optimizers[0].param_groups]
-        return all(
-            float((parts.ends[number] - end).abs().max()) <= _TOLERANCE * moved for (number, end), moved in zip(whole.ends.items(), whole.movements(), strict=True)
-        ) and all([_settings(group) for group in each.param_groups] == reference for each in parts.optimizers)
+        limits = {number: _TOLERANCE * moved for number, moved in zip(whole.ends, whole.movements(), strict=True)}
+        return all(float((parts.ends[number] - end).abs().max()) <= limits[number] for number, end in whole.ends.items()) and all(
+            [_settings(group) for group in each.param_groups] == reference for each in parts.optimizers
+        )
     except Exception:  # see above
         return False
 

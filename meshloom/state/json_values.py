@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 
-class NotPlain(ValueError):
+class NotPlainError(ValueError):
     """A value that JSON cannot hold; `str()` says where in the whole and what it is."""
 
 
 def to_json(value: Any, where: str = "") -> Any:
-    """Encode None, booleans, numbers, strings, small tensors, and lists, tuples, sets and dicts of them. Raises `NotPlain`.
+    """Encode None, booleans, numbers, strings, small tensors, and lists, tuples, sets and dicts of them. Raises `NotPlainError`.
 
     >>> to_json({"lr": 0.1, "betas": (0.9, math.inf)})
     {'dict': [['lr', 0.1], ['betas', {'tuple': [0.9, {'float': 'inf'}]}]]}
@@ -39,11 +39,11 @@ def to_json(value: Any, where: str = "") -> Any:
         return {"tensor": to_json(value.detach().cpu().tolist(), where), "dtype": str(value.dtype).removeprefix("torch.")}
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return to_json(value.item(), where)
-    raise NotPlain(f"{where or 'it'} is a {type(value).__name__}")
+    raise NotPlainError(f"{where or 'it'} is a {type(value).__name__}")
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`. Raises `NotPlain` for what it did not write."""
+    """The inverse of `to_json`. Raises `NotPlainError` for what it did not write."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, dict):
@@ -62,4 +62,4 @@ def from_json(value: Any) -> Any:
         case {"tensor": items, "dtype": dtype}:
             return torch.tensor(from_json(items), dtype=getattr(torch, dtype))
         case _:
-            raise NotPlain(f"{list(value)} is no value that was written here")
+            raise NotPlainError(f"{list(value)} is no value that was written here")

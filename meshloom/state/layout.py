@@ -120,12 +120,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     By hand rather than by the library, which refuses tensors that share memory (tied ones, slices of one bucket) and would have
     the file read again for its checksum. Tensors go one by one, those of wider elements first so that all are aligned.
     """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{name} is of type {type(tensor).__name__}, and a checkpoint holds tensors only")
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {}
     position = 0
     for name, tensor in ordered:
         if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold. It can hold {', '.join(DTYPES.values())}.")
+            raise CheckpointError(f"{name} is {tensor.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}")
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, position + tensor.nbytes]}
         position += tensor.nbytes
     text = json.dumps(header).encode()

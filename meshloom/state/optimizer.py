@@ -23,7 +23,7 @@ from meshloom.job import Job, NamedParameters
 from meshloom.state.checkpoint import Piece
 from meshloom.state.clipping import clip
 from meshloom.state.elementwise import Reach, reach
-from meshloom.state.json_values import NotPlain, from_json, to_json
+from meshloom.state.json_values import NotPlainError, from_json, to_json
 from meshloom.state.optimizer_state import Held, load_settings, load_state, settings, state_pieces
 from meshloom.state.whole import WholeParameters, divide
 
@@ -112,7 +112,9 @@ class Updater:
         """
         for what, here in (("optimizers", self._optimizers), ("schedulers", self._schedulers)):
             if len(values[what]) != len(here):
-                raise CheckpointError(f"The checkpoint has {len(values[what])} {what} and the job {len(here)}. Resume with what was saved, or start a new run.")
+                raise CheckpointError(
+                    f"The checkpoint has {len(values[what])} {what} and the job {len(here)}. Resume with what was saved, or start a new run."
+                )
         for optimizer, held, saved in zip(self._optimizers, self._held, values["optimizers"], strict=True):
             load_state(optimizer, held, read, shapes)
             load_settings(optimizer, saved)
@@ -201,10 +203,13 @@ def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, Optimizer):
             raise JobError(
-                f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Return one, or a list of several over disjoint parameters."
+                f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Return one, or a list of several "
+                "over disjoint parameters."
             )
         if isinstance(optimizer, LBFGS):
-            raise JobError("LBFGS evaluates the loss several times in a step, which is not supported. Use an optimizer that steps once per gradient, such as AdamW.")
+            raise JobError(
+                "LBFGS evaluates the loss several times in a step, which is not supported. Use one that steps once per gradient, such as AdamW."
+            )
         if isinstance(optimizer, SparseAdam):
             raise JobError("SparseAdam needs sparse gradients, and gradients are exchanged dense. Use Adam, and sparse=False in embeddings.")
         parameters: list[nn.Parameter] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -213,8 +218,8 @@ def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
         for parameter in parameters:
             if id(parameter) not in names:
                 raise JobError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that is not a trainable parameter of the model. Build it from "
-                    "the named parameters that the optimizer function receives."
+                    f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that is not a trainable parameter of the model. "
+                    "Build it from the named parameters that the optimizer function receives."
                 )
             if owner.setdefault(id(parameter), index) != index:
                 raise JobError(
@@ -232,7 +237,8 @@ def _schedulers(job: Job, made: Any) -> list[Any]:
     for scheduler in schedulers:
         if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
             raise JobError(
-                f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: CosineAnnealingLR(optimizer, 100), or a list of them."
+                f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: "
+                "CosineAnnealingLR(optimizer, 100), or a list of them."
             )
         _scheduler_values(scheduler)  # find out now rather than at the first checkpoint
     return schedulers
@@ -244,7 +250,7 @@ def _scheduler_values(scheduler: Any) -> Any:
     state = {key: value for key, value in scheduler.state_dict().items() if not isinstance(value, code)}
     try:
         return to_json(state)
-    except NotPlain as error:
+    except NotPlainError as error:
         raise JobError(
             f"{type(scheduler).__name__} cannot be saved: {error}. Keep numbers, strings, small tensors and lists of them in its state_dict()."
         ) from None

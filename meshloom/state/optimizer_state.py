@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from meshloom.errors import CheckpointError, JobError
 from meshloom.state.checkpoint import Piece
-from meshloom.state.json_values import NotPlain, from_json, to_json
+from meshloom.state.json_values import NotPlainError, from_json, to_json
 
 _JSON = ".json"
 
@@ -72,9 +72,10 @@ def settings(optimizer: Optimizer) -> dict[str, Any]:
     try:
         groups = [to_json({key: value for key, value in group.items() if key not in ("params", "param_names")}) for group in optimizer.param_groups]
         return {"kind": type(optimizer).__name__, "groups": groups, "shared": to_json(shared)}
-    except NotPlain as error:
+    except NotPlainError as error:
         raise JobError(
-            f"{type(optimizer).__name__} cannot be saved: in a group or its shared state, {error}. Keep numbers, strings, small tensors and lists of them there."
+            f"{type(optimizer).__name__} cannot be saved: in a group or its shared state, {error}. "
+            "Keep numbers, strings, small tensors and lists of them there."
         ) from None
 
 
@@ -105,7 +106,7 @@ def _whole(path: str, value: Any) -> Piece:
         return Piece(path, value.detach().reshape(-1), 0, value.numel(), tuple(value.shape))
     try:
         text = json.dumps(to_json(value)).encode()
-    except NotPlain as error:
+    except NotPlainError as error:
         raise JobError(f"State {path} cannot be saved: {error}. Keep tensors, numbers, strings and lists of them in an optimizer's state.") from None
     return Piece(path + _JSON, torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, len(text), (len(text),))
 

@@ -7,13 +7,17 @@ exception becomes a `Failure` on the spot, since one that crosses a process lose
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import random
+import select
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +108,7 @@ def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] |
         collate_fn=_unchanged,
         generator=torch.Generator(),  # or the loader would draw from the caller's
         multiprocessing_context=multiprocessing.get_context("fork") if num_workers else None,  # nothing of a job is pickled
+        worker_init_fn=partial(_end_with, os.getpid()),
     )
     # Nothing below may be left holding the loader's iterator, an exception's traceback included: its processes end with it.
     iterator = iter(loader)
@@ -124,6 +129,22 @@ def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] |
             yield item
     finally:
         del iterator
+
+
+def _end_with(parent: int, _worker: int) -> None:
+    """End this process at the moment when `parent` ends, also by kill -9: it holds copies of the parent's connections, which peers watch.
+
+    Not by a signal at the parent's death: that one comes at the end of the parent's *thread*.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return  # torch's own watchdog sees it within seconds
+    descriptor = os.pidfd_open(parent)
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _unchanged(item: Any) -> Any:

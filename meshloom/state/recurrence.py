@@ -59,7 +59,8 @@ class Recurrences:
         self._joined = joined
         self._begun = False  # a chunk of this step has run
         self._moving: list[_Buffer] = []
-        self._ran: list[tuple[Callable[[], Any], dict[str, Tensor]]] = []  # this step's chunks, and where each buffer changed in them
+        # This step's chunks: how to run each again, where buffers changed in it, and all buffers' values after it.
+        self._ran: list[tuple[Callable[[], Any], dict[str, Tensor], dict[str, Tensor]]] = []
         self._buffers: list[_Buffer] = []
         for name, buffer in model.named_buffers():
             if id(buffer) not in handled:
@@ -101,8 +102,8 @@ class Recurrences:
             now = buffer.now()
             assert now is not None
             buffer.last = now.detach().clone()
-        if again is not None and not self._joined:
-            self._ran.append((again, {buffer.name: where for buffer, where in changed}))
+        if again is not None and self._buffers and not self._joined:
+            self._ran.append((again, {buffer.name: where for buffer, where in changed}, {buffer.name: buffer.last for buffer in self._buffers}))
 
     def facts(self) -> list[int]:
         """Of every buffer: changed in this step, of another shape now, order-dependent."""
@@ -129,7 +130,7 @@ class Recurrences:
         parts: list[Tensor] = []
         for buffer in self._moving:
             if not buffer.dependent:
-                self._find_overwritten(buffer)
+                self._find_untouched(buffer)
             now = buffer.now()
             assert now is not None
             start, end, decay = _flat(buffer.start), _flat(now), buffer.decay
@@ -173,23 +174,30 @@ class Recurrences:
             buffer.changed = buffer.reshaped = False
             buffer.dependent = buffer.dependent and not self._joined
 
-    def _find_overwritten(self, buffer: _Buffer) -> None:
-        """Elements of a buffer that changed somewhere and not here: left alone here, or overwritten with the value they had?"""
-        for again, changed in self._ran:
-            where = changed.get(buffer.name)
-            unclear = (~buffer.known | (buffer.factor == 0)) & (buffer.decay != 0)
-            unclear = unclear if where is None else unclear & ~where
+    def _find_untouched(self, buffer: _Buffer) -> None:
+        """Elements that changed on some replica and not in a chunk here: were they left alone, or did the chunk make of them what they were?
+
+        An element that overwrites, or decays towards, the value it has stays the same; only a run on a shifted value can tell.
+        """
+        for again, where, values in self._ran:
+            value = values[buffer.name]
+            unclear = torch.isfinite(_flat(value)) & ~(buffer.known & (buffer.factor == 1)) & (buffer.decay != 0)
+            unclear = unclear & ~where[buffer.name] if buffer.name in where else unclear
             if not bool(unclear.any()):
                 continue
-            point = _finite(buffer.last)
-            value = _unflat(_flat(point) + _shifts(point, point)[0], point)
+            point = _finite(value)
+            shifted = _unflat(_flat(point) + _shifts(point, point)[0], point)
             with _restored(self._model):
                 try:
-                    (result,), _ = self._run([buffer], [value], again)
-                except Exception:  # it reads the buffer, so it is not one that is only written
-                    continue
-            overwritten = _differ(result, value) & ~_differ(result, buffer.last)
-            buffer.decay = torch.where(unclear & overwritten, torch.zeros_like(buffer.decay), buffer.decay)
+                    (result,), _ = self._run([buffer], [shifted], again)
+                except Exception:  # a forward may refuse a value that it would never see
+                    buffer.dependent = True
+                    return
+            factor = _factor(_flat(result) - _flat(point), _flat(shifted) - _flat(point), value.dtype)
+            if not _close([factor, factor], unclear, value.dtype):
+                buffer.dependent = True
+                return
+            buffer.decay = torch.where(unclear, buffer.decay * factor, buffer.decay)
 
     def _run(self, buffers: Sequence[_Buffer], values: Sequence[Tensor], again: Callable[[], Any]) -> tuple[list[Tensor], Any]:
         """What a chunk makes of the buffers' `values`, and its loss. To be called within `_restored`."""

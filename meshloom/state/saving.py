@@ -75,7 +75,7 @@ def save(
             contents = {state_name(rank, group.size): {piece.name: piece.tensor for piece in pieces if writers[_identity(piece)] == rank}}
             if rank == 0:
                 contents[MODEL] = dict(weights)
-            needed = sum(tensor.nbytes for tensors in contents.values() for tensor in tensors.values())
+            needed = sum(getattr(tensor, "nbytes", 0) for tensors in contents.values() for tensor in tensors.values())
             problem = _attempt(rank, directory, needed, lambda: _write(temporary, contents, files))
         everyone = yield from collect(group, {"problem": problem, "files": files})
         problem = _first_problem(everyone)

@@ -24,8 +24,9 @@ def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None =
     if isinstance(tree, Tensor):
         return tree.to(device=device, dtype=dtype if dtype and tree.is_floating_point() else tree.dtype, non_blocking=True)
     if isinstance(tree, PackedSequence):
-        moved = tree.to(device)
-        return moved.to(dtype) if dtype and moved.data.is_floating_point() else moved
+        packed: Any = tree
+        packed = packed.to(device)
+        return packed.to(dtype) if dtype and packed.data.is_floating_point() else packed
     if isinstance(tree, Mapping):
         items = {key: to_device(value, device, dtype) for key, value in tree.items()}
         if not isinstance(tree, MutableMapping):

@@ -149,7 +149,7 @@ class WholeParameters:
     def bytes_per_step(self) -> int:
         """Bytes that this rank hands to all_to_all in a step. What goes back is known after `prepare`."""
         here = self._group.rank
-        there = [rank for rank in range(self._group.size)]
+        there = list(range(self._group.size))
         total = 0
         for part in self._mine:
             total += (part.length + 1) * len(self._keepers[part.parameter]) * self._parameters[part.parameter].element_size()

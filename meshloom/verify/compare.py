@@ -10,9 +10,10 @@ is measured by the rest. a is the plan's, b is one device's.
     parameter   after the step
     update      the parameter's change in this step, which shows what a small learning rate hides in the parameter
 
-An optimizer that divides by the gradient's size turns rounding into a full step where the gradient is nothing but rounding.
-So after an update, elements are left out, and counted, whose gradient was once smaller than the floor: 1e-3 * the largest
-gradient norm, spread evenly over the tensor's elements. One that is exactly zero on both sides stays in.
+An optimizer that divides by the gradient's size turns rounding into a full step wherever a gradient is nothing but rounding
+(a bias before batch norm, the bias of attention keys), and what comes of it spreads: into running means, and through
+optimizers that look at a whole tensor into its other elements. So once the gradients of a step agree, one device is given the
+plan's to update with (`Reference.update`): then every element can be compared, and neither run drifts from the other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from meshloom.plan import Plan
 from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
 
 Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update"]
+Gradients = Mapping[str, Tensor | None]
 FLOOR = 1e-3
+ROUNDING_UNITS = 16
 
 # float64: what is asked of verification. The others: correct runs stay well below (see tests/test_verify.py), the smallest
 # mistakes worth the name lie above (a mean of means over 17, 17, 16 and 16 samples is off by some 1e-2).
@@ -38,7 +41,7 @@ _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, t
 
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
-    """One comparison. `left_out`: elements that were not compared, of `elements`."""
+    """One comparison of a tensor of so many elements."""
 
     name: str
     kind: Kind
@@ -46,7 +49,6 @@ class TensorError:
     error: float
     tolerance: float
     elements: int = 1
-    left_out: int = 0
 
     @property
     def passed(self) -> bool:
@@ -81,67 +83,56 @@ class Comparer:
     plan: Plan
     precision: torch.dtype
     initial: Mapping[str, Tensor]
-    _left_out: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # bool, per parameter
     _before: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
     _casts: set[Cast] = field(default_factory=set[Cast])
+    _drifted: bool = False  # whether an optimizer's casts have made the runs differ by more than rounding
 
     @property
     def casts(self) -> tuple[Cast, ...]:
         """Reductions of precision that widened a tolerance, on one device so far."""
         return tuple(sorted(self._casts, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
 
-    def tolerance(self, *, updated: bool) -> float:
-        """Of what was computed before (`updated=False`) or after the optimizer of the newest step has run."""
-        low = [_TOLERANCES.get(getattr(torch, cast.dtype), 0.5) for cast in self._casts if updated or not cast.in_optimizer]
+    def tolerance(self, one: Sequence[Cast] = (), *, updated: bool = False) -> float:
+        """Of what is computed before (`updated=False`) or after the optimizer of a step runs, given the casts of that step on one device."""
+        self._casts |= set(one)
+        low = [_TOLERANCES.get(getattr(torch, cast.dtype), 0.5) for cast in self._casts if updated or self._drifted or not cast.in_optimizer]
         return max([_TOLERANCES[self.precision], *low])
+
+    def agree(self, ours: Gradients, one: Gradients) -> bool:
+        """Whether the averaged gradients of the next step agree, so that one side's may stand for the other's."""
+        return all(error.passed for error in _gradient_errors(ours, one, 0, self.tolerance()))
 
     def compare(self, ours: StepRecord, one: StepRecord) -> Comparison:
         """Compare the next step."""
-        first = self._before is None
-        self._casts |= {cast for cast in one.casts if not cast.in_optimizer}
-        before = self.tolerance(updated=not first)
-        self._casts |= set(one.casts)
-        after = self.tolerance(updated=True)
-        largest = _largest(one.gradients)
-        for name, gradient in one.gradients.items():
-            self._leave_out(name, ours.gradients.get(name), gradient, largest)
+        before, after = self.tolerance(one.casts), self.tolerance(updated=True)
         errors = [
             *_loss_errors(ours, one, before),
-            *_gradient_errors(ours, one, largest, before),
+            *_gradient_errors(ours.gradients, one.gradients, one.step, before),
             *_buffer_errors(ours, one, before),
             *self._parameter_errors(ours, one, after),
         ]
         self._before = ours.parameters, one.parameters
+        self._drifted |= any(error.error > _TOLERANCES[self.precision] for error in errors if error.kind == "update")
         facts = [*_facts(ours, one, self.plan)]
         module = None if not facts and all(error.passed for error in errors) else _first_module(ours, one, errors, before, self.plan)
         return Comparison(step=one.step, loss=(ours.loss, one.loss), errors=errors, facts=facts, first_module=module)
 
-    def _leave_out(self, name: str, ours: Tensor | None, one: Tensor | None, largest: float) -> None:
-        if one is None or ours is None or ours.shape != one.shape:
-            return
-        small = (one.abs() < FLOOR * largest / math.sqrt(max(one.numel(), 1))) & ((one != 0) | (ours != 0))
-        self._left_out[name] = self._left_out[name] | small if name in self._left_out else small
-
     def _parameter_errors(self, ours: StepRecord, one: StepRecord, tolerance: float) -> Iterator[TensorError]:
         before, one_before = self._before or (self.initial, self.initial)
-        updates = {name: one.parameters[name].double() - one_before[name].double() for name in one.parameters}
+        updates = {name: _wide(one.parameters[name]) - _wide(one_before[name]) for name in one.parameters}
         largest, largest_update = _largest(one.parameters), _largest(updates)
         for name, b in one.parameters.items():
             a = ours.parameters.get(name)
             if a is None or a.shape != b.shape:
                 yield TensorError(name=name, kind="parameter", step=one.step, error=math.inf, tolerance=tolerance, elements=b.numel())
                 continue
-            left_out = self._left_out.get(name)
-            count = 0 if left_out is None else int(left_out.sum())
-            keep = torch.ones_like(b, dtype=torch.bool) if left_out is None else ~left_out
-            error = _error(a[keep], b[keep], FLOOR * largest)
-            yield TensorError(name=name, kind="parameter", step=one.step, error=error, tolerance=tolerance, elements=b.numel(), left_out=count)
-            change = a.double() - before[name].double()
-            size = max(float(updates[name][keep].norm()), FLOOR * largest_update)
+            error = _error(a, b, FLOOR * largest)
+            yield TensorError(name=name, kind="parameter", step=one.step, error=error, tolerance=tolerance, elements=b.numel())
             # Subtracting two parameters shows the rounding of both: half a unit each, for the plan and for one device.
-            rounding = 2 * torch.finfo(b.dtype).eps * float(b[keep].double().norm()) / size if size and b.is_floating_point() else 0.0
-            error, allowed = _error(change[keep], updates[name][keep], FLOOR * largest_update), tolerance + rounding
-            yield TensorError(name=name, kind="update", step=one.step, error=error, tolerance=allowed, elements=b.numel(), left_out=count)
+            size = max(float(updates[name].norm()), FLOOR * largest_update)
+            rounding = 2 * torch.finfo(b.dtype).eps * float(b.norm()) / size if size and b.is_floating_point() else 0.0
+            error = _error(_wide(a) - _wide(before[name]), updates[name], FLOOR * largest_update)
+            yield TensorError(name=name, kind="update", step=one.step, error=error, tolerance=tolerance + rounding, elements=b.numel())
 
 
 def _loss_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterator[TensorError]:
@@ -152,15 +143,18 @@ def _loss_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterato
         yield TensorError(name="gradient norm", kind="norm", step=one.step, error=error, tolerance=tolerance)
 
 
-def _gradient_errors(ours: StepRecord, one: StepRecord, largest: float, tolerance: float) -> Iterator[TensorError]:
-    for name in dict.fromkeys([*one.gradients, *ours.gradients]):
-        known = name in one.gradients and name in ours.gradients
-        error = gradient_error(ours.gradients, one.gradients, name, largest) if known else math.inf
-        elements = next((each.numel() for each in (one.gradients.get(name), ours.gradients.get(name)) if each is not None), 0)
-        yield TensorError(name=name, kind="gradient", step=one.step, error=error, tolerance=tolerance, elements=elements)
+def _gradient_errors(ours: Gradients, one: Gradients, step: int, tolerance: float) -> Iterator[TensorError]:
+    largest = _largest(one)
+    for name in dict.fromkeys([*one, *ours]):
+        error = gradient_error(ours, one, name, largest) if name in one and name in ours else math.inf
+        b = one.get(name)
+        # A gradient that is small because large terms cancel carries their rounding: some units of the largest gradient.
+        size = max(float(_wide(b).norm()), FLOOR * largest) if b is not None else 0.0
+        rounding = ROUNDING_UNITS * torch.finfo(b.dtype).eps * largest / size if b is not None and size else 0.0
+        yield TensorError(name=name, kind="gradient", step=step, error=error, tolerance=tolerance + rounding, elements=0 if b is None else b.numel())
 
 
-def gradient_error(ours: Mapping[str, Tensor | None], one: Mapping[str, Tensor | None], name: str, largest: float | None = None) -> float:
+def gradient_error(ours: Gradients, one: Gradients, name: str, largest: float | None = None) -> float:
     """Error of one gradient; infinite if one side alone is None. `largest`: largest norm in `one`, if known already."""
     a, b = ours.get(name), one.get(name)
     if a is None or b is None:

@@ -115,11 +115,12 @@ def _from_gradients(comparison: Comparison, ours: StepRecord, one: StepRecord, e
     everything = not any(bool(each.count_nonzero()) for name in passed if (each := b[name]) is not None)
     who = "All gradients are" if everything else f"The gradients of {_names(failed)} are"
     error = _distance(theirs, lambda name: right[name])
+    rounding = 0.1 * next(each.tolerance for each in comparison.errors if each.kind == "gradient")
     best, cause = math.inf, None
     for candidate, expected in _candidates(evidence, one, theirs, right, everything, who):
         left = _distance(theirs, expected)
         # What is left must be small beside the difference, and much less than a simpler explanation leaves.
-        if left <= 0.03 * error and left < 0.1 * best:
+        if left <= 0.03 * error and left < 0.1 * best and best > rounding:
             best, cause = left, candidate
     return [cause] if cause else _from_mixture(theirs, error, evidence)
 

@@ -144,9 +144,9 @@ def _scales(cut: _Cut, everything: bool) -> Iterator[Mistake]:
     if dp > 1 and not everything:
         yield Mistake("reduced twice", f"dp = {dp} times one device's and the others right: their bucket is reduced twice", cut.all_times(dp), True)
     if dp > 1:
-        also = f" (or microbatches = {m})" if m == dp else ""
-        twice = "not divided by the number of replicas, or is reduced twice"
-        yield Mistake("scale", f"dp = {dp} times{also} one device's: the sum is {twice}", cut.all_times(dp), True)
+        also = f" (or of microbatches, {m} too)" if m == dp else ""
+        where = f"dp = {dp} times one device's: the sum is not divided by the number of replicas{also}, or is reduced twice"
+        yield Mistake("scale", where, cut.all_times(dp), True)
         yield Mistake("scale", f"1/dp = 1/{dp} of one device's: the mean is divided by the number of replicas once more", cut.all_times(1 / dp), True)
     if m > 1:
         yield Mistake("scale", f"microbatches = {m} times one device's: the sum is not divided by the number of microbatches", cut.all_times(m), True)

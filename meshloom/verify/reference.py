@@ -27,8 +27,8 @@ from meshloom.plan import Plan
 from meshloom.random import KeyedDraws, chunk_seed, derive, model_seed, preserved_draws, sample_order, sample_seed, seed_everything
 from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
 from meshloom.verify.precision import convert, convert_model, default_dtype
-from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
-from meshloom.verify.watch import CastWatch, ModuleWatch, digest_parameters, digest_values
+from meshloom.verify.records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.watch import CastWatch, ModuleWatch, digest_values
 
 Gradients = dict[str, Tensor | None]
 
@@ -77,6 +77,9 @@ class Reference:
         self._casts = CastWatch(self.precision, self._watch)
         self._number = -1  # of the last step
         self._samples: list[Any] = []
+        self._chunks: list[ChunkRecord] = []
+        self._loss_sum = self._weight = self._norm = 0.0
+        self.gradients: Gradients = {}
         self._before: dict[str, Tensor] = {}
         self.initial = _on_cpu(dict(self.model.named_parameters()))
 
@@ -92,41 +95,55 @@ class Reference:
 
     def step(self) -> StepRecord:
         """Run the next step. Raises `DataError` when there is no data."""
+        self.run()
+        return self.update()
+
+    def run(self) -> None:
+        """The first half of a step: forward and backward of all chunks; afterwards `gradients` has the average."""
         with preserved_draws(), self._watch.attached():
             self._samples = next(self._batches)
             self._number += 1
             self.model.train()
             self._before = {name: value.detach().clone() for name, value in self._state()}
             self._casts = CastWatch(self.precision, self._watch)
-            chunks: list[ChunkRecord] = []
-            loss_sum, weight = 0.0, 0.0
+            self._chunks = []
+            self._loss_sum = self._weight = 0.0
             self.model.zero_grad(set_to_none=True)
             for share in self._cut(self._samples):
                 ran = self._run(share)
-                loss_sum, weight = loss_sum + ran.loss_sum, weight + ran.weight
-                chunks += self._chunk_records(share, ran)
-            self._divide(weight)
-            gradients = self._gradients()
-            norm = self._clip()
-            found = list(self._casts.casts)
+                self._loss_sum, self._weight = self._loss_sum + ran.loss_sum, self._weight + ran.weight
+                self._chunks += self._chunk_records(share, ran)
+            self._divide(self._weight)
+            self.gradients = _on_cpu(self._gradients())
+            self._norm = _norm(self.gradients)
+
+    def update(self, gradients: Mapping[str, Tensor | None] | None = None) -> StepRecord:
+        """The second half: clip, optimizer, scheduler; the record of the whole step. `gradients`: to be used instead of its own."""
+        if gradients is not None:
+            for name, parameter in self.model.named_parameters():
+                given = gradients.get(name)
+                parameter.grad = None if given is None else given.to(parameter.device, parameter.dtype, copy=True)
+        if self.job.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_grad_norm)
+        casts = list(self._casts.casts)
+        with preserved_draws(), default_dtype(self.dtype):
             for optimizer in self._optimizers:
-                with CastWatch(self.precision, optimizer=type(optimizer).__name__) as in_optimizer, default_dtype(self.dtype):
+                with CastWatch(self.precision, optimizer=type(optimizer).__name__) as in_optimizer:
                     optimizer.step()
-                found += in_optimizer.casts
+                casts += in_optimizer.casts
             for scheduler in self._schedulers:
                 scheduler.step()
-            return StepRecord(
-                step=self._number,
-                loss=loss_sum / weight,
-                weight=weight,
-                gradient_norm=norm,
-                gradients=_on_cpu(gradients),
-                buffers=_on_cpu(dict(self.model.named_buffers())),
-                parameters=_on_cpu(dict(self.model.named_parameters())),
-                chunks=chunks,
-                replicas=(digest_parameters(self.model.named_parameters()),),
-                casts=_unique(found),
-            )
+        return StepRecord(
+            step=self._number,
+            loss=self._loss_sum / self._weight,
+            weight=self._weight,
+            gradient_norm=self._norm,
+            gradients=self.gradients,
+            buffers=_on_cpu(dict(self.model.named_buffers())),
+            parameters=_on_cpu(dict(self.model.named_parameters())),
+            chunks=self._chunks,
+            casts=tuple(dict.fromkeys(casts)),
+        )
 
     def whole_batch(self) -> StepRecord:
         """The last step's loss, gradients and module outputs with the whole batch as one chunk; nothing is updated."""
@@ -253,12 +270,6 @@ class Reference:
             if parameter.grad is not None:
                 parameter.grad /= weight
 
-    def _clip(self) -> float:
-        used = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        if self.job.clip_grad_norm is None:
-            return float(torch.nn.utils.get_total_norm([parameter.grad for parameter in used if parameter.grad is not None]))
-        return float(torch.nn.utils.clip_grad_norm_(used, self.job.clip_grad_norm))
-
     def _gradients(self) -> Gradients:
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return {name: None if parameter.grad is None else parameter.grad.detach().clone() for name, parameter in named}
@@ -362,7 +373,3 @@ def _precision(model: nn.Module) -> torch.dtype:
 def _on_cpu(tensors: Any) -> Any:
     """Copies that later steps do not change; None stays."""
     return {name: None if value is None else value.detach().to("cpu", copy=True) for name, value in tensors.items()}
-
-
-def _unique(casts: list[Cast]) -> tuple[Cast, ...]:
-    return tuple(dict.fromkeys(casts))

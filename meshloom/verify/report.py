@@ -121,10 +121,6 @@ def _lines(report: Report) -> list[str]:
         lines += [f"  likely cause: {cause.sentence}" for cause in report.causes]
     else:
         lines.append(f"EQUAL to one device that runs the same chunks: {len(report.steps)} step{'s' if len(report.steps) > 1 else ''}")
-    left_out = sum(error.left_out for error in report.steps[0].errors if error.kind == "update") if report.steps else 0
-    elements = sum(error.elements for error in report.steps[0].errors if error.kind == "update") if report.steps else 0
-    if left_out:
-        lines.append(f"{left_out} of {elements} elements are left out after the first update: their gradient is hardly more than rounding")
     for cast in report.casts:
         where = f"optimizer {cast.place}" if cast.in_optimizer else f"module {cast.place}" if cast.place else "the model or loss"
         lines.append(f"{where} computes in {cast.dtype}: tolerances {'after the first update ' if cast.in_optimizer else ''}are those of {cast.dtype}")

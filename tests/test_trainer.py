@@ -1,0 +1,287 @@
+"""The loop: what a run gives, where it stops, and what it says when it cannot go on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.errors import CheckpointError, CollectiveError, DataError, JobError, PlanError, TrainingError
+from meshloom.job import Evaluate, Job
+from meshloom.trainer import Batch, Listener, Trainer
+from tests.jobs import MLP, class_loss, make_job, vectors
+
+
+def losses(job: Job, plan: str, **settings: Any) -> list[float]:
+    """Of every step of a run on simulated devices."""
+    with Trainer(job, plan, devices="simulated", **settings) as trainer:
+        return [trainer.step(batch) for batch in trainer.batches()]
+
+
+# --- Equal runs.
+
+
+def test_plans_with_the_same_chunks_have_the_same_curve() -> None:
+    job = make_job("gpt", "sgd", steps=6)
+    expected = losses(job, "dp=1,microbatches=6")
+    for plan in ("dp=2,microbatches=3", "dp=3,microbatches=2,zero=1", "dp=6"):
+        assert losses(job, plan) == pytest.approx(expected, rel=1e-5)  # float32, sums in another order
+
+
+def test_a_run_repeats_bit_for_bit() -> None:
+    job = make_job("cnn", "adamw", steps=5)
+    assert losses(job, "dp=3,microbatches=2") == losses(job, "dp=3,microbatches=2")
+
+
+def test_keyed_draws_are_the_same_under_every_plan_too() -> None:
+    job = make_job("gpt", "sgd", steps=3)
+    keyed = losses(job, "dp=2,microbatches=2,keyed_draws=true")
+    assert keyed == pytest.approx(losses(job, "dp=4,keyed_draws=true"), rel=1e-5)
+    assert keyed != losses(job, "dp=4")
+
+
+def test_replicas_are_bit_identical_after_every_step() -> None:
+    with Trainer(make_job("cnn", "adamw", steps=4), "dp=3,zero=1", devices="simulated") as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+            for replica in trainer.replicas[1:]:
+                for (name, here), there in zip(trainer.replicas[0].model.state_dict().items(), replica.model.state_dict().values(), strict=True):
+                    assert torch.equal(here, there), name
+
+
+def test_a_weighted_loss_divides_by_the_weight_of_the_whole_batch() -> None:
+    with Trainer(make_job("gpt", "sgd", steps=1), "dp=5", devices="simulated") as trainer:
+        batch = next(iter(trainer.batches()))
+        tokens = sum(int((chunk.data["y"] != -100).sum()) for chunk in batch.chunks)
+        trainer.step(batch)
+        assert trainer.replicas[0].exchange is not trainer.replicas[1].exchange
+        assert trainer._results[0].weight == tokens
+
+
+def test_batches_show_this_processs_chunks() -> None:
+    with Trainer(make_job("mlp", "sgd", steps=3), "dp=4,microbatches=2", devices="simulated") as trainer:
+        sizes = [[chunk.samples for chunk in batch.chunks] for batch in trainer.batches() if [trainer.step(batch)]]
+    assert sizes == [[2, 2, 2, 2, 1, 1, 1, 1]] * 2 + [[1, 1, 1, 1, 1, 1, 0, 0]]
+
+
+# --- Stopping and going on.
+
+
+@pytest.mark.parametrize("plan", ["dp=2,microbatches=2", "dp=4,zero=1", "dp=1,microbatches=4"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "muon"])
+def test_a_resumed_run_has_the_curve_of_the_uninterrupted_one(plan: str, optimizer: str, tmp_path: Path) -> None:
+    job = make_job("gpt", optimizer, steps=7)
+    expected = losses(job, "dp=2,microbatches=2")
+    with Trainer(job, "dp=2,microbatches=2", devices="simulated", steps=3, out=tmp_path) as trainer:
+        trainer.fit()
+    found = losses(job, plan, resume=tmp_path)
+    if plan == "dp=2,microbatches=2":
+        assert found == expected[3:]
+    else:
+        assert found == pytest.approx(expected[3:], rel=1e-4)  # float32, sums in another order; see the table of tolerances in verify
+
+
+def test_running_statistics_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    job = make_job("cnn", "sgd", steps=2)
+    with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
+        trainer.fit()
+        expected = {name: buffer.clone() for name, buffer in trainer.replicas[0].model.named_buffers()}
+    with Trainer(job, "dp=3", devices="simulated", resume=tmp_path, steps=3) as trainer:
+        for name, buffer in trainer.replicas[2].model.named_buffers():
+            assert torch.equal(buffer, expected[name]), name
+
+
+def test_checkpoints_are_written_when_due_and_old_ones_go(tmp_path: Path) -> None:
+    job = make_job("mlp", "sgd", steps=7, checkpoint_every=2, keep_checkpoints=3)
+    seen: list[int] = []
+    with Trainer(job, "dp=2", devices="simulated", out=tmp_path, listener=Listener(saved=lambda step, path: seen.append(step))) as trainer:
+        summary = trainer.fit()
+    assert seen == [2, 4, 6, 7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006", "step-00000007"]
+    assert summary.checkpoint == tmp_path / "step-00000007"
+
+
+def test_nothing_is_left_to_resume_says_how_to_go_on(tmp_path: Path) -> None:
+    job = make_job("mlp", "sgd", steps=2)
+    with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
+        trainer.fit()
+    with pytest.raises(CheckpointError, match="is at step 2 and the run has 2 steps, so nothing is left. Give more with --steps"):
+        Trainer(job, "dp=2", devices="simulated", resume=tmp_path)
+
+
+def test_another_seed_would_read_other_data(tmp_path: Path) -> None:
+    job = make_job("mlp", "sgd", steps=2)
+    with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
+        trainer.fit()
+    with pytest.raises(CheckpointError, match="written with seed=0 and the job has seed=5"):
+        Trainer(replace(job, seed=5), "dp=2", devices="simulated", resume=tmp_path, steps=3)
+
+
+def test_another_model_names_what_differs(tmp_path: Path) -> None:
+    with Trainer(make_job("mlp", "sgd", steps=1), "dp=2", devices="simulated", out=tmp_path) as trainer:
+        trainer.fit()
+    with pytest.raises(CheckpointError, match=re.escape("of another model: it has no parameter scale")):
+        Trainer(make_job("unused_twice", "sgd", steps=2), "dp=2", devices="simulated", resume=tmp_path)
+
+
+# --- Evaluation and reports.
+
+
+def share_right(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]).argmax(1) == batch["y"]).float().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=4,microbatches=2"])
+def test_metrics_are_exact_means_over_all_data(plan: str) -> None:
+    evaluate = Evaluate(lambda: vectors(23), {"right": share_right, "loss": class_loss}, every=2)
+    seen: dict[int, dict[str, float]] = {}
+    with Trainer(
+        make_job("mlp", "sgd", steps=5, evaluate=evaluate), plan, devices="simulated", listener=Listener(evaluated=lambda step, found: seen.update({step: found}))
+    ) as trainer:
+        trainer.fit()
+        model, data = trainer.replicas[0].model, vectors(23)
+        batch = {"x": data.fields["x"], "y": data.fields["y"]}
+        model.eval()
+        with torch.no_grad():
+            assert seen[5]["right"] == pytest.approx(float(share_right(model, batch)))
+            assert seen[5]["loss"] == pytest.approx(float(class_loss(model, batch)), rel=1e-6)
+    assert list(seen) == [2, 4, 5]
+
+
+def test_evaluation_does_not_change_training() -> None:
+    job = make_job("cnn", "sgd", steps=4)
+    watched = replace(job, evaluate=Evaluate(job.data, {"loss": class_loss}, every=1))
+    with Trainer(watched, "dp=2", devices="simulated") as trainer:
+        found = [trainer.step(batch) for batch in trainer.batches() if trainer.evaluate()]
+    assert found == losses(job, "dp=2")
+
+
+@pytest.mark.parametrize("plan", ["dp=3", "dp=2,microbatches=3,zero=1", "dp=4,sync_batch_norm=true", "dp=2,bucket_bytes=100"])
+@pytest.mark.parametrize("model", ["cnn", "gpt", "branch"])
+def test_predicted_bytes_are_the_counted_ones(plan: str, model: str) -> None:
+    job = make_job(model, "muon", steps=3, clip_grad_norm=1.0, drop_last=True)
+    with Trainer(replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=2)), plan, devices="simulated") as trainer:
+        summary = trainer.fit()
+    assert summary.predicted == summary.counted
+    assert summary.counted.total("dp") > 0
+
+
+# --- Mistakes.
+
+
+def test_a_loss_that_is_not_finite_names_rank_step_and_module() -> None:
+    class Breaks(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.second(torch.tanh(self.first(x)))
+            return self.head(hidden / 0.0 if bool((x == vectors().fields["x"][marked]).all(1).any()) else hidden)
+
+    job = make_job("mlp", "sgd", steps=3, shuffle=False)
+    job = replace(job, model=Breaks)
+    marked = 16  # in the second batch, on the second of three ranks
+    before: list[Tensor] = []
+    with Trainer(job, "dp=3", devices="simulated") as trainer:
+        with pytest.raises(TrainingError, match=r"The loss of step 1 is (nan|inf): rank 1, chunk 1; the first module whose output is not finite is head"):
+            for batch in trainer.batches():
+                before = [parameter.detach().clone() for parameter in trainer.replicas[0].model.parameters()]
+                trainer.step(batch)
+        for here, there in zip(before, trainer.replicas[0].model.parameters(), strict=True):
+            assert torch.equal(here, there)  # not updated
+
+
+def test_a_loss_function_that_makes_nan_is_named() -> None:
+    job = replace(make_job("mlp", "sgd"), loss=lambda model, batch: (model(batch["x"]).sum() * 0).log())
+    with pytest.raises(TrainingError, match="every module's output is finite, so the loss function made it"):
+        losses(job, "dp=2")
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda model, batch: model(batch["x"]), "a tensor of shape [6, 5], not a scalar"),
+        (lambda model, batch: None, "The loss function returned a NoneType"),
+        (lambda model, batch: {"g": model(batch["x"]).sum(), "d": model(batch["x"]).sum()}, "a dict of 2. Return one scalar tensor"),
+        (lambda model, batch: (model(batch["x"]).sum(), model(batch["x"]).mean()), "alternates between several losses (a GAN) is not supported"),
+        (lambda model, batch: model(batch["x"]).sum().detach(), "does not depend on any trainable parameter"),
+    ],
+)
+def test_what_is_no_loss_is_said(loss: Any, sentence: str) -> None:
+    with pytest.raises(JobError, match=re.escape(sentence)):
+        losses(replace(make_job("mlp", "sgd"), loss=loss), "dp=2")
+
+
+def test_weights_that_sum_to_nothing_are_said() -> None:
+    job = replace(make_job("mlp", "sgd"), loss=lambda model, batch: (model(batch["x"]).sum(), 0.0))
+    with pytest.raises(DataError, match="The weights of all chunks of step 0 sum to 0"):
+        losses(job, "dp=2")
+
+
+def test_a_shared_module_is_refused() -> None:
+    model = MLP()
+    with pytest.raises(JobError, match="returned the same module twice"):
+        Trainer(replace(make_job("mlp", "sgd"), model=lambda: model), "dp=2", devices="simulated")
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(JobError, match="no trainable parameters"):
+        Trainer(replace(make_job("mlp", "sgd"), model=nn.Identity), "dp=2", devices="simulated")
+
+
+def test_ranks_that_build_different_models_are_told() -> None:
+    sizes = iter([3, 4])
+    with pytest.raises(CollectiveError, match=r"Ranks disagree: weight is \"\[4, 7\] .* on rank 1 and \"\[3, 7\] .* on rank 0"):
+        Trainer(replace(make_job("mlp", "sgd"), model=lambda: nn.Linear(7, next(sizes))), "dp=2", devices="simulated")
+
+
+def test_a_parameter_that_drifts_on_one_replica_is_named() -> None:
+    with Trainer(make_job("mlp", "sgd", steps=2), "dp=3", devices="simulated") as trainer, pytest.raises(TrainingError, match=r"second\.bias differs between replicas dp=0 and dp=2"):
+        for batch in trainer.batches():
+            with torch.no_grad():
+                trainer.replicas[2].model.second.bias[1] += 1e-6  # type: ignore[index, union-attr]
+            trainer.step(batch)
+
+
+def test_unfreezing_needs_a_new_trainer() -> None:
+    with Trainer(make_job("unused_twice", "sgd"), "dp=2", devices="simulated") as trainer:
+        for parameter in trainer.replicas[0].model.parameters():
+            parameter.requires_grad_(True)
+        with pytest.raises(TrainingError, match=r"frozen\.weight was frozen when the Trainer was built"):
+            trainer.step(next(iter(trainer.batches())))
+
+
+def test_a_batch_too_small_for_synchronised_statistics_is_refused() -> None:
+    with pytest.raises(PlanError, match="A batch of 12 samples cannot fill 16 chunks"):
+        Trainer(make_job("cnn", "sgd"), "dp=8,microbatches=2,sync_batch_norm=true", devices="simulated")
+    with Trainer(make_job("cnn", "sgd"), "dp=8,sync_batch_norm=true", devices="simulated") as trainer, pytest.raises(PlanError, match="A batch of 6 samples"):
+        next(iter(trainer.batches()))  # the short last one
+
+
+def test_an_error_in_the_users_model_says_on_which_simulated_rank() -> None:
+    class Fails(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) < 4:
+                raise ValueError("too few")
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match="too few") as caught:
+        losses(replace(make_job("mlp", "sgd", batch_size=7), model=Fails), "dp=2")
+    assert caught.value.__notes__ == ["on simulated rank 1 (dp=1)"]
+
+
+def test_a_batch_of_another_trainer_shape_still_counts_its_steps() -> None:
+    with Trainer(make_job("mlp", "sgd", steps=2), "dp=2", devices="simulated") as trainer:
+        first = next(iter(trainer.batches()))
+        assert isinstance(first, Batch)
+        trainer.step(first)
+        assert trainer.next_step == 1
+        assert [batch.step for batch in trainer.batches() if [trainer.step(batch)]] == [1]
+
+
+def test_a_plan_in_the_program_and_another_on_the_command_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHLOOM_PLAN", "dp=2,zero=1")
+    with pytest.raises(PlanError, match="own plan is dp=2 and the command line says --plan dp=2,zero=1"):
+        Trainer(make_job("mlp", "sgd"), "dp=2")
