@@ -35,11 +35,11 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
 job = ml.Job(
     model=lambda: nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)),
     loss=loss,
-    optimizer=lambda named: torch.optim.Adam(named, lr=1e-2),
+    optimizer=lambda named: torch.optim.Adam(named, lr=2e-2),
     data=lambda: spirals(300, seed=1),
     batch_size=100,
-    steps=600,
-    evaluate=ml.Evaluate(lambda: spirals(500, seed=2), {"loss": loss}, every=40),
+    steps=400,
+    evaluate=ml.Evaluate(lambda: spirals(500, seed=2), {"loss": loss}, every=20),
 )
 
 

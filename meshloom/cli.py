@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 
-from meshloom.errors import JobError, MeshloomError, PlanError
+from meshloom.errors import JobError, PlanError
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
 from meshloom.launch import choose_devices, default_ranks, is_rank, report_failure, run_ranks
@@ -49,12 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshloom", description="Train a single-device PyTorch job on many devices, and prove that the result is the same.")
+    parser = argparse.ArgumentParser(
+        prog="meshloom", description="Train a single-device PyTorch job on many devices, and prove that the result is the same."
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify")
     train = verbs.add_parser("train", help="train a job under a plan")
     verify = verbs.add_parser("verify", help="run a job under a plan and on one device, and compare")
     for verb in (train, verify):
-        verb.add_argument("target", metavar="FILE.py[:NAME]", help="the file that holds the job; NAME is a Job or a function that returns one (default: job)")
+        verb.add_argument(
+            "target", metavar="FILE.py[:NAME]", help="the file that holds the job; NAME is a Job or a function that returns one (default: job)"
+        )
         verb.add_argument("--plan", help="like dp=4,microbatches=2 (default: one replica per GPU, or dp=1)")
         verb.add_argument("--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)")
         verb.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long a rank waits for another (default: 600)")
@@ -183,4 +187,6 @@ class _Records:
         try:
             return self._stack.enter_context(Path(path).open("w", encoding="utf-8"))
         except OSError as error:
-            raise JobError(f"--json {path} cannot be written: {error.strerror}. Give a file in a directory that exists, or - for standard output.") from None
+            raise JobError(
+                f"--json {path} cannot be written: {error.strerror}. Give a file in a directory that exists, or - for standard output."
+            ) from None

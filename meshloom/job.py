@@ -88,7 +88,9 @@ class Job:
             if not callable(value) and not (value is None and name in ("collate", "scheduler")):
                 raise JobError(f"Job({name}=...) must be a function, like {name}={example}, not {type(value).__name__}.")
         if isinstance(self.model, nn.Module):
-            raise JobError("Job(model=...) must be a function that builds the module, like model=lambda: GPT(), not a module: every rank builds its own.")
+            raise JobError(
+                "Job(model=...) must be a function that builds the module, like model=lambda: GPT(), not a module: every rank builds its own."
+            )
         counts = {"batch_size": 1, "steps": 1, "num_workers": 0, "keep_checkpoints": 1, "tokens_per_sample": 1, "checkpoint_every": 1, "seed": 0}
         for name, least in counts.items():
             value = getattr(self, name)

@@ -38,7 +38,8 @@ def load_job(target: str) -> Job | None:
         raise JobError(f"{path} has no {name!r}. {_advice(path, module)}")
     found = getattr(module, name)
     if inspect.isfunction(found):
-        needed = [each.name for each in inspect.signature(found).parameters.values() if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        parameters = inspect.signature(found).parameters.values()
+        needed = [each.name for each in parameters if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         if needed:
             raise JobError(f"{path}:{name} needs arguments ({', '.join(needed)}). Name a function that can be called without any and returns a Job.")
         found = found()

@@ -259,14 +259,18 @@ class Replica:
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
-                raise TrainingError(f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing.")
+                raise TrainingError(
+                    f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing."
+                )
 
     def _check_finite(self, step: int, chunks: Sequence[Chunk], total: float, weight: float) -> Steps[None]:
         """Raise the same error on all ranks when the loss of the global batch is no number."""
         if math.isfinite(total) and weight > 0:
             return
         if math.isfinite(total):
-            raise DataError(f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over.")
+            raise DataError(
+                f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over."
+            )
         found = yield from collect(self.seat.world, self._find_not_finite(chunks))
         rank, where = next(((rank, where) for rank, where in enumerate(found) if where), (0, "the sum over all chunks overflowed"))
         raise TrainingError(
@@ -302,9 +306,13 @@ def as_sum(loss: Loss, samples: int, *, needs_gradient: bool = True) -> tuple[Te
     """
     mean_or_sum, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
     if not isinstance(mean_or_sum, Tensor):
-        raise JobError(f"The loss function returned {_kind(loss)}. Return one scalar tensor (the mean over the samples), or (sum, weight).{_ALTERNATING}")
+        raise JobError(
+            f"The loss function returned {_kind(loss)}. Return one scalar tensor (the mean over the samples), or (sum, weight).{_ALTERNATING}"
+        )
     if mean_or_sum.numel() != 1:
-        raise JobError(f"The loss function returned a tensor of shape {list(mean_or_sum.shape)}, not a scalar. Return its mean over the samples, or (sum, weight).")
+        raise JobError(
+            f"The loss function returned a tensor of shape {list(mean_or_sum.shape)}, not a scalar. Return its mean over the samples, or (sum, weight)."
+        )
     if needs_gradient and not mean_or_sum.requires_grad:
         raise JobError("The loss does not depend on any trainable parameter (requires_grad is False), so there is nothing to train.")
     if isinstance(weight, Tensor) and (weight.requires_grad or weight.numel() != 1):

@@ -173,7 +173,7 @@ class Trainer:
         if self._clock.num_steps == 1:
             self._first_loss = result.loss
         for note in self.replicas[0].statistics.take_notes():
-            self._tell(lambda: self.listener.note(note))
+            self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
         return result.loss
 
     def evaluate(self) -> dict[str, float]:
@@ -290,22 +290,27 @@ class Trainer:
                     f"The checkpoint was written with {name}={checkpoint.values[name]} and the job has {name}={here}: the data would not go on where it stopped. "
                     f"Set {name}={checkpoint.values[name]}, or start a new run."
                 )
+        weights = checkpoint.weights()
         for replica in self.replicas:
             checkpoint.check(_fingerprint(replica))
-            weights = checkpoint.weights()
             with torch.no_grad():
                 for name, tensor in replica.model.state_dict().items():
                     if isinstance(tensor, torch.Tensor):
                         tensor.copy_(weights[name])
-            replica.updater.load(checkpoint.read, {key: checkpoint.shape(key) for key in checkpoint.keys()}, checkpoint.values["updater"])
+            shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
+            replica.updater.load(checkpoint.read, shapes, checkpoint.values["updater"])
         self.next_step = checkpoint.step
         if self.next_step >= self.steps:
-            raise CheckpointError(f"The checkpoint is at step {self.next_step} and the run has {self.steps} steps, so nothing is left. Give more with --steps.")
+            raise CheckpointError(
+                f"The checkpoint is at step {self.next_step} and the run has {self.steps} steps, so nothing is left. Give more with --steps."
+            )
 
     def _check_separate(self) -> None:
         models = [id(replica.model) for replica in self.replicas]
         if len(set(models)) < len(models):
-            raise JobError("Job(model=...) returned the same module twice. Let the function build a new one at every call: every replica has its own.")
+            raise JobError(
+                "Job(model=...) returned the same module twice. Let the function build a new one at every call: every replica has its own."
+            )
 
     def _tell(self, call: Callable[[], None]) -> None:
         if self.world.main:

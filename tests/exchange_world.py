@@ -33,7 +33,9 @@ class Net(nn.Module):
         return self.last(self.twice(torch.tanh(self.twice(self.first(x)))) * self.scale)
 
 
-def replicas(size: int, kind: str, *, bucket_bytes: int = 200, overlap: bool = True, groups: Sequence[Group] | None = None) -> list[tuple[Net, Exchange]]:
+def replicas(
+    size: int, kind: str, *, bucket_bytes: int = 200, overlap: bool = True, groups: Sequence[Group] | None = None
+) -> list[tuple[Net, Exchange]]:
     """`size` equal models with hooks, and their exchanges."""
     made: list[tuple[Net, Exchange]] = []
     for group in groups or simulated_groups(size):

@@ -1,6 +1,6 @@
 """Run as a rank: verifies cases of the matrix one after another on CPU processes; rank 0 writes what differs.
 
-    python -m tests.matrix_ranks CASES.json RESULT.json
+python -m tests.matrix_ranks CASES.json RESULT.json
 """
 
 from __future__ import annotations

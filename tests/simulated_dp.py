@@ -132,7 +132,11 @@ def _average(name: str, shares: Any, total: float, plan: Plan, job: Job, bug: st
         clipped: list[Tensor] = []
         for share in shares:
             weight = sum(weight for _, weight in share)
-            own = {key: _sum([gradients[key] for gradients, _ in share]) / weight for key in share[0][0] if share[0][0][key] is not None} if share else {}
+            own = (
+                {key: _sum([gradients[key] for gradients, _ in share]) / weight for key in share[0][0] if share[0][0][key] is not None}
+                if share
+                else {}
+            )
             if own:
                 norm = float(torch.nn.utils.get_total_norm(list(own.values())))
                 clipped.append(own[name] * min(1.0, (job.clip_grad_norm or 1.0) / norm) * weight)

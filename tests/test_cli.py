@@ -89,7 +89,10 @@ def test_verification_fails_with_1(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", FILE, "--steps", "0"], "--steps 0 must be 1 or more"),
         (["train", FILE, "--resume", "nowhere"], "nowhere"),
         (["verify", FILE, "--plan", "dp=5,zero=3"], "zero=3 is not available"),
-        (["verify", f"{FILE}:big_plan", "--plan", "dp=4,sync_batch_norm=true", "--devices", "simulated"], "A batch of 2 samples cannot fill 4 chunks"),
+        (
+            ["verify", f"{FILE}:big_plan", "--plan", "dp=4,sync_batch_norm=true", "--devices", "simulated"],
+            "A batch of 2 samples cannot fill 4 chunks",
+        ),
         (["train", FILE, "--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
     ],
 )

@@ -51,6 +51,8 @@ def test_progress_without_tokens_leaves_them_out() -> None:
     assert line == "step 1/9  loss 1.0000  10 samples/s  1:01:40 left  20.0 GiB"
 
 
-@pytest.mark.parametrize(("function", "value", "text"), [(short, 999.4, "999"), (short, 2.5e9, "2.5G"), (duration, 59.6, "1:00"), (memory, 2**30, "1024 MiB")])
+@pytest.mark.parametrize(
+    ("function", "value", "text"), [(short, 999.4, "999"), (short, 2.5e9, "2.5G"), (duration, 59.6, "1:00"), (memory, 2**30, "1024 MiB")]
+)
 def test_numbers_are_short(function, value: float, text: str) -> None:  # type: ignore[no-untyped-def]
     assert function(value) == text

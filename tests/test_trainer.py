@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ def losses(job: Job, plan: str, **settings: Any) -> list[float]:
     """Of every step of a run on simulated devices."""
     with Trainer(job, plan, devices="simulated", **settings) as trainer:
         return [trainer.step(batch) for batch in trainer.batches()]
+
+
+def train(trainer: Trainer, before_step: Callable[[], Any]) -> None:
+    """All steps of a run."""
+    for batch in trainer.batches():
+        before_step()
+        trainer.step(batch)
 
 
 # --- Equal runs.
@@ -141,7 +149,10 @@ def test_metrics_are_exact_means_over_all_data(plan: str) -> None:
     evaluate = Evaluate(lambda: vectors(23), {"right": share_right, "loss": class_loss}, every=2)
     seen: dict[int, dict[str, float]] = {}
     with Trainer(
-        make_job("mlp", "sgd", steps=5, evaluate=evaluate), plan, devices="simulated", listener=Listener(evaluated=lambda step, found: seen.update({step: found}))
+        make_job("mlp", "sgd", steps=5, evaluate=evaluate),
+        plan,
+        devices="simulated",
+        listener=Listener(evaluated=lambda step, found: seen.update({step: found})),
     ) as trainer:
         trainer.fit()
         model, data = trainer.replicas[0].model, vectors(23)
@@ -185,10 +196,8 @@ def test_a_loss_that_is_not_finite_names_rank_step_and_module() -> None:
     marked = 16  # in the second batch, on the second of three ranks
     before: list[Tensor] = []
     with Trainer(job, "dp=3", devices="simulated") as trainer:
-        with pytest.raises(TrainingError, match=r"The loss of step 1 is (nan|inf): rank 1, chunk 1; the first module whose output is not finite is head"):
-            for batch in trainer.batches():
-                before = [parameter.detach().clone() for parameter in trainer.replicas[0].model.parameters()]
-                trainer.step(batch)
+        with pytest.raises(TrainingError, match=r"loss of step 1 is (nan|inf): rank 1, chunk 1; the first module whose output is not finite is head"):
+            train(trainer, lambda: before.__setitem__(slice(None), [each.detach().clone() for each in trainer.replicas[0].model.parameters()]))
         for here, there in zip(before, trainer.replicas[0].model.parameters(), strict=True):
             assert torch.equal(here, there)  # not updated
 
@@ -238,11 +247,10 @@ def test_ranks_that_build_different_models_are_told() -> None:
 
 
 def test_a_parameter_that_drifts_on_one_replica_is_named() -> None:
-    with Trainer(make_job("mlp", "sgd", steps=2), "dp=3", devices="simulated") as trainer, pytest.raises(TrainingError, match=r"second\.bias differs between replicas dp=0 and dp=2"):
-        for batch in trainer.batches():
-            with torch.no_grad():
-                trainer.replicas[2].model.second.bias[1] += 1e-6  # type: ignore[index, union-attr]
-            trainer.step(batch)
+    with Trainer(make_job("mlp", "sgd", steps=2), "dp=3", devices="simulated") as trainer:
+        drifting = trainer.replicas[2].model.get_parameter("second.bias").data[1]
+        with pytest.raises(TrainingError, match=r"second\.bias differs between replicas dp=0 and dp=2"):
+            train(trainer, lambda: drifting.add_(1e-6))
 
 
 def test_unfreezing_needs_a_new_trainer() -> None:
@@ -256,7 +264,10 @@ def test_unfreezing_needs_a_new_trainer() -> None:
 def test_a_batch_too_small_for_synchronised_statistics_is_refused() -> None:
     with pytest.raises(PlanError, match="A batch of 12 samples cannot fill 16 chunks"):
         Trainer(make_job("cnn", "sgd"), "dp=8,microbatches=2,sync_batch_norm=true", devices="simulated")
-    with Trainer(make_job("cnn", "sgd"), "dp=8,sync_batch_norm=true", devices="simulated") as trainer, pytest.raises(PlanError, match="A batch of 6 samples"):
+    with (
+        Trainer(make_job("cnn", "sgd"), "dp=8,sync_batch_norm=true", devices="simulated") as trainer,
+        pytest.raises(PlanError, match="A batch of 6 samples"),
+    ):
         next(iter(trainer.batches()))  # the short last one
 
 

@@ -48,9 +48,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory, "records.json")
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(RANKS)]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
         words = ["--batches", *map(str, arguments.batches), "--rounds", str(arguments.rounds), "--steps", str(arguments.steps), "--json", str(output)]
-        code = subprocess.run([*launch, __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        code = subprocess.run([*launch, "--nproc-per-node", str(RANKS), __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
         if code:
             return code
         records = [json.loads(line) for line in output.read_text().splitlines()]

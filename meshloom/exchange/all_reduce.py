@@ -24,7 +24,9 @@ class AllReduce(Exchange):
         self._group = group
         self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
         self._works: list[Work] = []
-        self._buckets = GradientBuckets(named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, num_extra=lambda num_entries: num_entries)
+        self._buckets = GradientBuckets(
+            named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, num_extra=lambda num_entries: num_entries
+        )
 
     @property
     def owned(self) -> Sequence[Slice]:

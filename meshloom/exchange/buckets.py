@@ -72,7 +72,9 @@ class GradientBuckets:
         num_extra: Callable[[int], int] = lambda num_entries: 0,
     ) -> None:
         self.buckets = [_bucket(entries, multiple, num_extra(len(entries))) for entries in _group(named, bucket_bytes)]
-        self._place = {id(entry.parameter): (bucket, entry, view) for bucket in self.buckets for entry, view in zip(bucket.entries, bucket.views, strict=True)}
+        self._place = {
+            id(entry.parameter): (bucket, entry, view) for bucket in self.buckets for entry, view in zip(bucket.entries, bucket.views, strict=True)
+        }
         self._start = start
         self._overlap = overlap
         self._order = list(range(len(self.buckets)))

@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
@@ -90,5 +89,3 @@ class Exchange(ABC):
     @abstractmethod
     def bytes_once(self) -> dict[str, int]:
         """Bytes that the first step hands over besides, by kind of collective."""
-
-

@@ -57,7 +57,7 @@ class Terminal:
         for heading in ("predicted bytes", "counted bytes", "difference"):
             table.add_column(heading, justify="right")
         for axis in axes:
-            kinds = predicted.bytes.get(axis, {}) | counted.bytes[axis]
+            kinds = {*predicted.bytes.get(axis, {}), *counted.bytes[axis]}
             for kind in sorted(kinds):
                 expected, seen = predicted.bytes.get(axis, {}).get(kind, 0), counted.bytes[axis].get(kind, 0)
                 table.add_row(axis, kind, f"{expected:,}", f"{seen:,}", f"{seen - expected:+,}" if seen != expected else "none")
@@ -88,9 +88,7 @@ def progress_text(
     """
     tokens = f"  {short(tokens_per_second)} tokens/s" if tokens_per_second is not None else ""
     width = len(str(steps))
-    return (
-        f"step {step:>{width}}/{steps}  loss {loss:.4f}  {short(samples_per_second)} samples/s{tokens}  {duration(seconds_left)} left  {memory(memory_bytes)}"
-    )
+    return f"step {step:>{width}}/{steps}  loss {loss:.4f}  {short(samples_per_second)} samples/s{tokens}  {duration(seconds_left)} left  {memory(memory_bytes)}"
 
 
 def evaluation_text(step: int, metrics: Mapping[str, float]) -> str:

@@ -36,10 +36,14 @@ def diagnose(comparison: Comparison, ours: StepRecord, one: StepRecord, evidence
     if not gradients:
         causes += _from_norm(comparison, ours, one, evidence) or _from_update(comparison, one, evidence, earlier)
     if not causes and not gradients and comparison.failed("loss"):
-        causes.append(Cause("loss", f"All gradients agree, but the loss is reported as {ours.loss:.6g} instead of {one.loss:.6g}: it is averaged otherwise."))
+        causes.append(
+            Cause("loss", f"All gradients agree, but the loss is reported as {ours.loss:.6g} instead of {one.loss:.6g}: it is averaged otherwise.")
+        )
     if not causes and comparison.failed("buffer"):
         names = _names(comparison.failed("buffer"))
-        causes.append(Cause("batch statistics", f"Only buffers differ ({names}): running statistics are not composed over all chunks in their order."))
+        causes.append(
+            Cause("batch statistics", f"Only buffers differ ({names}): running statistics are not composed over all chunks in their order.")
+        )
     if len(set(ours.replicas)) > 1:
         causes.append(Cause("replicas", "The replicas do not hold the same parameters and buffers after the step: they drift apart."))
     return causes or [Cause("unknown", f"Unknown cause: {_figures(ours, one, gradients)}.")]
@@ -53,12 +57,19 @@ def _from_draws(ours: StepRecord, one: StepRecord, plan: Plan) -> Iterator[Cause
         for index, chunk in filled(record.chunks).items():
             key = index % plan.microbatches if plan.sync_batch_norm else index
             other = seeds.setdefault(chunk.seed, key)
-            if other != key and (chunk.draws or who == "the plan" and _draws_of(record)):
+            if other != key and (chunk.draws or (who == "the plan" and _draws_of(record))):
                 what = "use the same random draws, such as dropout masks"
-                yield Cause("same draws", f"Chunks {other} and {key} (replicas {other // plan.microbatches} and {key // plan.microbatches}) {what}, under {who}.")
+                yield Cause(
+                    "same draws",
+                    f"Chunks {other} and {key} (replicas {other // plan.microbatches} and {key // plan.microbatches}) {what}, under {who}.",
+                )
                 return
     here, there = filled(ours.chunks), filled(one.chunks)
-    wrong = [index for index in here if index in there and not plan.sync_batch_norm and _same_data(here, there, index) and here[index].draws != there[index].draws]
+    wrong = [
+        index
+        for index in here
+        if index in there and not plan.sync_batch_norm and _same_data(here, there, index) and here[index].draws != there[index].draws
+    ]
     if wrong:
         yield Cause("same draws", f"{_chunks(wrong)}: other random draws than on one device; they depend on something besides seed, step and chunk.")
 
@@ -83,7 +94,10 @@ def _from_data(ours: StepRecord, one: StepRecord, plan: Plan) -> Iterator[Cause]
         end = "which runs them too: replicas share data, and other samples are never read" if again else "in place of its own"
         yield Cause("data", f"Chunk {index} (replica {index // m}) runs the samples of chunk {other} (replica {other // m}), {end}.")
     elif wrong:
-        yield Cause("data", f"{_chunks(wrong)}: other samples than one device reads; the batch is cut or ordered otherwise, or a sample is not the same twice.")
+        yield Cause(
+            "data",
+            f"{_chunks(wrong)}: other samples than one device reads; the batch is cut or ordered otherwise, or a sample is not the same twice.",
+        )
     elif missing := [index for index in there if index not in here]:
         yield Cause("data", f"{_chunks(missing)}: not computed at all under the plan.")
     elif not plan.sync_batch_norm:
@@ -98,7 +112,10 @@ def _from_missing(ours: StepRecord, one: StepRecord, names: Sequence[str]) -> It
         yield Cause("None or zero", f"{_names(lost)}: a gradient on one device and none under the plan.")
     extra = [name for name in names if one.gradients.get(name) is None and ours.gradients.get(name) is not None]
     if extra:
-        yield Cause("None or zero", f"{_names(extra)}: a gradient under the plan and none on one device, where nothing uses it; optimizers tell zero from none.")
+        yield Cause(
+            "None or zero",
+            f"{_names(extra)}: a gradient under the plan and none on one device, where nothing uses it; optimizers tell zero from none.",
+        )
 
 
 def _from_gradients(comparison: Comparison, ours: StepRecord, one: StepRecord, evidence: Evidence) -> list[Cause]:
@@ -131,16 +148,19 @@ def _candidates(evidence: Evidence, one: StepRecord, theirs: Part, right: Part, 
     if tied and len(tied) == len(right):
         uses = 1 + max(len(evidence.tied[name]) for name in tied)
         others = ", ".join(other for name in tied for other in evidence.tied[name])
-        yield Cause("tied", f"{who} {uses} times one device's: a parameter tied to {others} is counted once per name."), lambda name: uses * right[name]
+        yield (
+            Cause("tied", f"{who} {uses} times one device's: a parameter tied to {others} is counted once per name."),
+            lambda name: uses * right[name],
+        )
     for mistake in mistakes(evidence, everything):
         if everything or mistake.some:
             yield Cause(mistake.kind, f"{who} {mistake.where}."), _mixed(evidence, mistake.factors, right)
-    for kind, gradients, where in (
-        ("batch statistics", evidence.unsynchronised, "those with each replica's own batch statistics, which the plan says to synchronise"),
-        ("buffers", evidence.own_buffers, "those of a forward that reads buffers which another chunk wrote before: they depend on the order of the chunks"),
-    ):
-        if gradients is not None:
-            yield Cause(kind, f"{who} {where}."), _from_named(thin(gradients), right)
+    if evidence.unsynchronised is not None:
+        sentence = f"{who} those with each replica's own batch statistics, which the plan says to synchronise."
+        yield Cause("batch statistics", sentence), _from_named(evidence.unsynchronised, right)
+    if evidence.own_buffers is not None:
+        sentence = f"{who} those of a forward that reads buffers which another chunk wrote before: they depend on the order of the chunks."
+        yield Cause("buffers", sentence), _from_named(evidence.own_buffers, right)
     if evidence.previous is not None:
         old = {name: _or_zero(evidence.previous.get(name), each) for name, each in right.items()}
         share = _dot({name: theirs[name] - right[name] for name in right}, old) / (_dot(old, old) or math.inf)
@@ -148,7 +168,10 @@ def _candidates(evidence: Evidence, one: StepRecord, theirs: Part, right: Part, 
         yield Cause("stale", sentence), lambda name: right[name] + share * old[name]
     factor = _dot(theirs, right) / (_dot(right, right) or math.inf)
     if evidence.clip and everything and one.gradient_norm and math.isclose(factor * one.gradient_norm, evidence.clip, rel_tol=1e-3):
-        yield Cause("clipping", f"{who} clipped to {evidence.clip:g} before they are handed over: clipped too early, or twice."), lambda name: factor * right[name]
+        yield (
+            Cause("clipping", f"{who} clipped to {evidence.clip:g} before they are handed over: clipped too early, or twice."),
+            lambda name: factor * right[name],
+        )
     elif everything or len(right) > 1:
         yield Cause("scale", f"{who} {factor:.6g} times one device's: they are divided by a wrong number."), lambda name: factor * right[name]
 
@@ -216,7 +239,12 @@ def _from_update(comparison: Comparison, one: StepRecord, evidence: Evidence, ea
         return [Cause("optimizer", f"{when}: the optimizer's state or schedule is wrong, such as the state of another rank or parameter.")]
     clipped = evidence.clip is not None and (one.gradient_norm or 0.0) > evidence.clip
     hint = "clipped to another norm, or the optimizer has other settings" if clipped else "the optimizer has other settings or other parameters"
-    return [Cause("clipping" if clipped and len(names) > 1 else "optimizer", f"The gradients agree but the updates differ from the first step on ({some}): {hint}.")]
+    return [
+        Cause(
+            "clipping" if clipped and len(names) > 1 else "optimizer",
+            f"The gradients agree but the updates differ from the first step on ({some}): {hint}.",
+        )
+    ]
 
 
 def _distance(theirs: Part, expected: Expected) -> float:

@@ -165,7 +165,9 @@ def _weights_of_one_replica(cut: _Cut) -> Iterator[Mistake]:
     for replica in dict.fromkeys(cut.replicas):
         if cut.dp > 1 and (weight := cut.weight_of(replica)):
             by = f"divided by the weight of replica {replica} alone ({weight:g}), not of all dp = {cut.dp} replicas ({cut.total:g})"
-            yield Mistake("scale", f"{cut.total / weight:.6g} times one device's: the sum over all replicas is {by}", cut.all_times(cut.total / weight), True)
+            yield Mistake(
+                "scale", f"{cut.total / weight:.6g} times one device's: the sum over all replicas is {by}", cut.all_times(cut.total / weight), True
+            )
 
 
 def _own_shares(cut: _Cut, everything: bool) -> Iterator[Mistake]:
@@ -195,7 +197,9 @@ def _missing(cut: _Cut) -> Iterator[Mistake]:
     for replica in replicas if len(replicas) > 1 else ():
         for divisor in (cut.total, cut.total - cut.weight_of(replica)):
             if divisor:
-                yield Mistake("missing chunk", f"without the share of replica {replica}", [(each != replica) / divisor for each in cut.replicas], True)
+                yield Mistake(
+                    "missing chunk", f"without the share of replica {replica}", [(each != replica) / divisor for each in cut.replicas], True
+                )
     for number, name in enumerate(cut.names if len(cut.names) > 1 else ()):
         for divisor in (cut.total, cut.total - cut.weights[number]):
             if divisor:

@@ -35,7 +35,7 @@ def convert(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -
         items = {key: convert(value, device, dtype) for key, value in tree.items()}
         if type(tree) is dict or not hasattr(tree, "__setitem__"):
             return items
-        like = copy.copy(tree)
+        like: Any = copy.copy(tree)
         for key, value in items.items():
             like[key] = value
         return like

@@ -64,8 +64,9 @@ class ChunkRecord:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ChunkRecord:
         """The inverse of `to_dict`, also after JSON."""
-        modules = tuple(ModuleOutput(**output) for output in values["modules"])
-        return ChunkRecord(**{**values, "draws": tuple(values["draws"]), "modules": modules})
+        given: dict[str, Any] = {**values, "draws": tuple(values["draws"])}
+        given["modules"] = tuple(ModuleOutput(**output) for output in values["modules"])
+        return ChunkRecord(**given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,20 +14,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import default_collate
 
-from meshloom.errors import DataError, JobError
+from meshloom.errors import JobError
 from meshloom.job import Job
 from meshloom.plan import Plan
-from meshloom.random import KeyedDraws, chunk_seed, derive, model_seed, preserved_draws, sample_order, sample_seed, seed_everything
+from meshloom.random import KeyedDraws, chunk_seed, derive, model_seed, preserved_draws, seed_everything
 from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
 from meshloom.verify.precision import convert, convert_model, default_dtype
 from meshloom.verify.records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.samples import read_batches
 from meshloom.verify.watch import CastWatch, ModuleWatch, digest_values
 
 Gradients = dict[str, Tensor | None]
@@ -71,7 +72,7 @@ class Reference:
             self._optimizers = list(built) if isinstance(built, list | tuple) else [built]
             schedulers = job.scheduler(built) if job.scheduler else []
             self._schedulers = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
-            self._batches = _batches(job)
+            self._batches = read_batches(job)
         self.precision = _precision(self.model)
         self._watch = ModuleWatch(self.model)
         self._casts = CastWatch(self.precision, self._watch)
@@ -125,6 +126,7 @@ class Reference:
                 parameter.grad = None if given is None else given.to(parameter.device, parameter.dtype, copy=True)
         if self.job.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_grad_norm)
+        loss = self._loss_sum / self._weight
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
             for optimizer in self._optimizers:
@@ -132,10 +134,10 @@ class Reference:
                     optimizer.step()
                 casts += in_optimizer.casts
             for scheduler in self._schedulers:
-                scheduler.step()
+                scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         return StepRecord(
             step=self._number,
-            loss=self._loss_sum / self._weight,
+            loss=loss,
             weight=self._weight,
             gradient_norm=self._norm,
             gradients=self.gradients,
@@ -159,7 +161,7 @@ class Reference:
                 gradients=_on_cpu(self._gradients()),
                 buffers=_on_cpu(dict(self.model.named_buffers())),
                 parameters={},
-                chunks=self._chunk_records(share, ran),
+                chunks=list(self._chunk_records(share, ran)),
             )
 
     def evidence(self, previous: StepRecord | None = None) -> Evidence:
@@ -296,60 +298,6 @@ class Reference:
                 with torch.no_grad():
                     for name, value in self._state():
                         value.copy_(after[name])
-
-
-def _batches(job: Job) -> Iterator[list[Any]]:
-    """Samples of one global batch after another, for ever: what to read is decided by (seed, epoch, index)."""
-    seed_everything(derive(job.seed, "data"))
-    dataset = job.data()
-    return _iterated(job, dataset) if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") else _indexed(job, dataset)
-
-
-def _indexed(job: Job, dataset: Any) -> Iterator[list[Any]]:
-    if len(dataset) < (job.batch_size if job.drop_last else 1):
-        raise DataError(f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data.")
-    for epoch in count():
-        order = sample_order(job.seed, epoch, len(dataset), job.shuffle)
-        for start in range(0, len(order), job.batch_size):
-            indices = order[start : start + job.batch_size]
-            if len(indices) == job.batch_size or not job.drop_last:
-                yield [_read(job, epoch, index, lambda index=index: dataset[index]) for index in indices]
-
-
-def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
-    for epoch in count():
-        batches, batch = 0, list[Any]()
-        for sample in _stream(job, dataset, epoch):
-            batch.append(sample)
-            if len(batch) == job.batch_size:
-                yield batch
-                batches, batch = batches + 1, []
-        if batch and not job.drop_last:
-            yield batch
-        elif not batches:
-            raise DataError(f"Epoch {epoch} of the iterable data has less than one batch of {job.batch_size} samples. Use a smaller one.")
-
-
-def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:
-    with preserved_draws():
-        seed_everything(derive(job.seed, "stream", epoch))
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
-        source = iter(dataset)
-    for position in count():
-        sample = _read(job, epoch, position, lambda: next(source, _END))
-        if sample is _END:
-            return
-        yield sample
-
-
-_END = object()
-
-
-def _read(job: Job, epoch: int, index: int, read: Any) -> Any:
-    with preserved_draws():
-        seed_everything(sample_seed(job.seed, epoch, index))
-        return read()
 
 
 def _as_sum(value: Any, samples: int) -> tuple[Tensor, float]:

@@ -116,21 +116,27 @@ def _lines(report: Report) -> list[str]:
     wrong = report.first_wrong
     if wrong:
         names = {error.name for error in wrong.errors if not error.passed}
-        lines.append(f"DIFFERS from step {wrong.step} on: {len(names)} tensors" + (f"; first module: {wrong.first_module}" if wrong.first_module else ""))
+        lines.append(
+            f"DIFFERS from step {wrong.step} on: {len(names)} tensors" + (f"; first module: {wrong.first_module}" if wrong.first_module else "")
+        )
         lines += [f"  {fact}" for fact in wrong.facts[:ROWS]]
         lines += [f"  likely cause: {cause.sentence}" for cause in report.causes]
     else:
         lines.append(f"EQUAL to one device that runs the same chunks: {len(report.steps)} step{'s' if len(report.steps) > 1 else ''}")
     for cast in report.casts:
         where = f"optimizer {cast.place}" if cast.in_optimizer else f"module {cast.place}" if cast.place else "the model or loss"
-        lines.append(f"{where} computes in {cast.dtype}: tolerances {'after the first update ' if cast.in_optimizer else ''}are those of {cast.dtype}")
+        lines.append(
+            f"{where} computes in {cast.dtype}: tolerances {'after the first update ' if cast.in_optimizer else ''}are those of {cast.dtype}"
+        )
     if any(share < 1 for share in report.owned):
         lines.append(f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state")
     if report.whole:
         if report.whole.equal:
             lines.append(f"whole batch: equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})")
         else:
-            lines.append(f"whole batch: gradients differ by up to {report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}")
+            lines.append(
+                f"whole batch: gradients differ by up to {report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
+            )
     return lines
 
 

@@ -43,13 +43,17 @@ def _why(model: nn.Module, whole: StepRecord, chunked: StepRecord, tolerance: fl
     reasons: list[str] = []
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and _uses_batch(module)]  # pyright: ignore[reportPrivateUsage]
     if norms:
-        reasons.append(f"batch statistics ({', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}) are taken over a chunk, not over the whole batch")
+        reasons.append(
+            f"batch statistics ({', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}) are taken over a chunk, not over the whole batch"
+        )
     if any(chunk.draws for chunk in chunked.chunks):
         reasons.append("random draws, such as dropout masks, belong to a chunk")
     if not reasons and (module := _first_that_mixes(whole, chunked, tolerance)) is not None:
         reasons.append(f"samples of a batch interact in {module or 'the model'}")
     if not reasons:
-        reasons.append("the loss of a batch is not the mean of its samples' losses; if it averages over something else, such as tokens, return (sum, weight)")
+        reasons.append(
+            "the loss of a batch is not the mean of its samples' losses; if it averages over something else, such as tokens, return (sum, weight)"
+        )
     return " and ".join(reasons)
 
 

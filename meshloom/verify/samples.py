@@ -1,0 +1,67 @@
+"""The samples of one global batch after another, as one device reads them: written a second time, to hold the plan's reading against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from meshloom.errors import DataError
+from meshloom.job import Job
+from meshloom.random import derive, preserved_draws, sample_order, sample_seed, seed_everything
+
+
+def read_batches(job: Job) -> Iterator[list[Any]]:
+    """Samples of one global batch after another, for ever: what to read is decided by (seed, epoch, index)."""
+    seed_everything(derive(job.seed, "data"))
+    dataset = job.data()
+    return _iterated(job, dataset) if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") else _indexed(job, dataset)
+
+
+def _indexed(job: Job, dataset: Any) -> Iterator[list[Any]]:
+    if len(dataset) < (job.batch_size if job.drop_last else 1):
+        raise DataError(f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data.")
+    for epoch in count():
+        order = sample_order(job.seed, epoch, len(dataset), job.shuffle)
+        for start in range(0, len(order), job.batch_size):
+            indices = order[start : start + job.batch_size]
+            if len(indices) == job.batch_size or not job.drop_last:
+                yield [_read(job, epoch, index, lambda index=index: dataset[index]) for index in indices]
+
+
+def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
+    for epoch in count():
+        batches, batch = 0, list[Any]()
+        for sample in _stream(job, dataset, epoch):
+            batch.append(sample)
+            if len(batch) == job.batch_size:
+                yield batch
+                batches, batch = batches + 1, []
+        if batch and not job.drop_last:
+            yield batch
+        elif not batches:
+            raise DataError(f"Epoch {epoch} of the iterable data has less than one batch of {job.batch_size} samples. Use a smaller one.")
+
+
+def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:
+    with preserved_draws():
+        seed_everything(derive(job.seed, "stream", epoch))
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        source = iter(dataset)
+    for position in count():
+        sample = _read(job, epoch, position, lambda: next(source, _END))
+        if sample is _END:
+            return
+        yield sample
+
+
+_END = object()
+
+
+def _read(job: Job, epoch: int, index: int, read: Any) -> Any:
+    with preserved_draws():
+        seed_everything(sample_seed(job.seed, epoch, index))
+        return read()
