@@ -21,7 +21,7 @@ from meshloom.plan import Plan
 from meshloom.replica import Replica, StepResult
 from meshloom.report.summary import TimeShares, Traffic, time_shares
 from meshloom.state.checkpoint import Checkpoint, find
-from meshloom.state.data import Chunk, Reader, evaluation_chunks, open_reader
+from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.saving import save
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ class Trainer:
         if self.job.evaluate is None:
             raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
         if self._evaluation_data is None:
-            self._evaluation_data = self.job.evaluate.data()
+            self._evaluation_data = build_dataset(self.job.evaluate.data, self.job.seed)
         chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.world) for replica in self.replicas]
         self._evaluations += 1
         return self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]

@@ -25,6 +25,7 @@ def _indexed(job: Job, dataset: Any) -> Iterator[list[Any]]:
         raise DataError(f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data.")
     for epoch in count():
         order = sample_order(job.seed, epoch, len(dataset), job.shuffle)
+        assert len(set(order)) == len(dataset), "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
         for start in range(0, len(order), job.batch_size):
             indices = order[start : start + job.batch_size]
             if len(indices) == job.batch_size or not job.drop_last:

@@ -46,7 +46,7 @@ def _why(model: nn.Module, whole: StepRecord, chunked: StepRecord, tolerance: fl
         reasons.append(
             f"batch statistics ({', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}) are taken over a chunk, not over the whole batch"
         )
-    if any(chunk.draws for chunk in chunked.chunks):
+    if any(" " not in drawn for chunk in chunked.chunks for drawn in chunk.draws):  # others are operations that may have drawn nothing
         reasons.append("random draws, such as dropout masks, belong to a chunk")
     if not reasons and (module := _first_that_mixes(whole, chunked, tolerance)) is not None:
         reasons.append(f"samples of a batch interact in {module or 'the model'}")

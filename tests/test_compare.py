@@ -1,0 +1,207 @@
+"""Errors are compared with their definition, on tensors small enough to do it by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshloom.plan import Plan
+from meshloom.verify.compare import Comparer, Comparison
+from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
+
+ZERO = torch.zeros(2, dtype=torch.float64)
+
+
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def output(name: str, total: float) -> ModuleOutput:
+    return ModuleOutput(name=name, call=0, total=total, square=total * total, count=1)
+
+
+def chunk(index: int, **fields: Any) -> ChunkRecord:
+    known = {"samples": 2, "weight": 2.0, "loss_sum": 4.0, "data": f"data {index}", "seed": index, "draws": ("a mask",)}
+    return ChunkRecord(index=index, modules=(output("first", 1.0), output("last", 2.0)), **{**known, **fields})
+
+
+def record(**fields: Any) -> StepRecord:
+    known: dict[str, Any] = {
+        "step": 0,
+        "loss": 2.0,
+        "weight": 4.0,
+        "gradient_norm": 5.0,
+        "gradients": {"first.weight": tensor(3.0, 0.0), "last.weight": tensor(0.0, 4.0), "unused": None},
+        "buffers": {"mean": tensor(1.0, 1.0), "count": torch.tensor(3)},
+        "parameters": {"first.weight": tensor(1.0, 2.0), "last.weight": tensor(3.0, 4.0), "unused": tensor(5.0, 5.0)},
+        "chunks": [chunk(0), chunk(1)],
+    }
+    return StepRecord(**{**known, **fields})
+
+
+def comparer(precision: torch.dtype = torch.float64) -> Comparer:
+    return Comparer(plan=Plan(dp=2), precision=precision, initial={"first.weight": ZERO, "last.weight": ZERO, "unused": tensor(5.0, 5.0)})
+
+
+def compare(ours: StepRecord, one: StepRecord | None = None) -> Comparison:
+    return comparer().compare(ours, one or record())
+
+
+def error_of(comparison: Comparison, name: str, kind: str) -> float:
+    return next(error.error for error in comparison.errors if (error.name, error.kind) == (name, kind))
+
+
+def with_gradient(name: str, value: Tensor | None) -> StepRecord:
+    return record(gradients={**record().gradients, name: value})
+
+
+def test_equal_records_pass():
+    comparison = compare(record())
+    assert comparison.passed and comparison.first_module is None
+    assert all(error.error == 0 for error in comparison.errors)
+
+
+def test_the_error_is_relative_to_one_devices_norm():
+    assert error_of(compare(with_gradient("first.weight", tensor(3.0, 0.3))), "first.weight", "gradient") == pytest.approx(0.1)
+
+
+def test_what_is_small_beside_the_largest_gradient_is_measured_by_it():
+    one = with_gradient("first.weight", tensor(1e-9, 0.0))
+    comparison = compare(with_gradient("first.weight", tensor(3e-9, 0.0)), one)
+    assert error_of(comparison, "first.weight", "gradient") == pytest.approx(2e-9 / (1e-3 * 4))
+
+
+@pytest.mark.parametrize(("ours", "one"), [(ZERO, None), (None, ZERO)])
+def test_none_is_not_zero(ours, one):
+    comparison = compare(with_gradient("unused", ours), with_gradient("unused", one))
+    assert error_of(comparison, "unused", "gradient") == math.inf
+    assert not comparison.passed
+
+
+def test_a_gradient_that_one_side_does_not_have_is_an_error():
+    fewer = {name: each for name, each in record().gradients.items() if name != "unused"}
+    assert not compare(record(gradients=fewer)).passed
+    assert not compare(record(), record(gradients=fewer)).passed
+
+
+def test_nan_is_never_equal():
+    broken = with_gradient("first.weight", tensor(math.nan, 0.0))
+    assert not compare(broken).passed
+    assert not compare(broken, broken).passed
+
+
+def test_another_shape_is_an_error():
+    assert not compare(with_gradient("first.weight", torch.ones(1, 2))).passed
+
+
+def test_integer_buffers_must_be_equal():
+    assert not compare(record(buffers={**record().buffers, "count": torch.tensor(4)})).passed
+    assert error_of(compare(record(buffers={"mean": tensor(1.0, 1.0)})), "count", "buffer") == math.inf
+
+
+def test_a_wrong_update_shows_although_the_parameters_hardly_differ():
+    initial = {"weight": torch.full((2,), 100.0)}
+    gradients = {"weight": torch.ones(2)}
+    one = record(gradients=gradients, parameters={"weight": initial["weight"] + 1e-3}, buffers={})
+    ours = record(gradients=gradients, parameters={"weight": initial["weight"] + 2e-3}, buffers={})
+    comparison = Comparer(plan=Plan(dp=2), precision=torch.float32, initial=initial).compare(ours, one)
+    assert [error.kind for error in comparison.errors if not error.passed] == ["update"]
+
+
+def test_the_rounding_of_a_parameter_is_no_wrong_update():
+    initial = {"weight": torch.full((2,), 100.0)}
+    gradients = {"weight": torch.ones(2)}
+    one = record(gradients=gradients, parameters={"weight": torch.full((2,), 100.001)}, buffers={})
+    ours = record(gradients=gradients, parameters={"weight": torch.nextafter(torch.full((2,), 100.001), torch.tensor(200.0))}, buffers={})
+    assert Comparer(plan=Plan(dp=2), precision=torch.float32, initial=initial).compare(ours, one).passed
+
+
+def test_an_update_is_measured_from_the_step_before():
+    both = comparer()
+    assert both.compare(record(), record()).passed
+    moved = {**record().parameters, "first.weight": tensor(1.5, 2.0)}
+    other = {**record().parameters, "first.weight": tensor(2.0, 2.0)}
+    assert error_of(both.compare(record(step=1, parameters=moved), record(step=1, parameters=other)), "first.weight", "update") == pytest.approx(0.5)
+
+
+def test_the_gradient_norm_is_compared_where_there_is_one():
+    assert not compare(record(gradient_norm=5.1)).passed
+    assert compare(record(gradient_norm=None)).passed
+
+
+def test_a_loss_near_zero_is_measured_by_its_chunks():
+    chunks = [chunk(0, loss_sum=4.0), chunk(1, loss_sum=-4.0)]
+    assert error_of(compare(record(loss=1e-13), record(loss=0.0, chunks=chunks)), "loss", "loss") == pytest.approx(1e-13 / 2)
+
+
+def test_tolerances_follow_precision():
+    assert comparer().tolerance() == 1e-10
+    assert comparer(torch.float32).tolerance() == 1e-4
+
+
+def test_a_cast_in_the_model_widens_the_tolerance_of_all():
+    one = record(casts=[Cast(place="first", dtype="float32", in_optimizer=False)])
+    both = comparer()
+    assert both.compare(with_gradient("first.weight", tensor(3.00001, 0.0)), one).passed
+    assert [cast.place for cast in both.casts] == ["first"]
+
+
+def test_a_cast_in_the_optimizer_widens_what_comes_after_it():
+    one = record(casts=[Cast(place="Muon", dtype="bfloat16", in_optimizer=True)])
+    assert not comparer().compare(with_gradient("first.weight", tensor(3.00001, 0.0)), one).passed
+    both = comparer()
+    assert both.compare(record(parameters={**record().parameters, "first.weight": tensor(1.001, 2.0)}), one).passed
+    assert both.tolerance() > 1e-2  # the parameters differ from here on
+
+
+def test_an_optimizers_cast_that_made_no_difference_widens_nothing_later():
+    both = comparer()
+    assert both.compare(record(), record(casts=[Cast(place="Muon", dtype="bfloat16", in_optimizer=True)])).passed
+    assert both.tolerance() == 1e-10
+
+
+def test_the_first_module_whose_output_differs_is_named():
+    chunks = [chunk(0), replace(chunk(1), modules=(output("first", 1.0), output("last", 2.1)))]
+    assert compare(replace(with_gradient("first.weight", ZERO), chunks=chunks)).first_module == "last"
+
+
+def test_when_outputs_agree_backward_tells_the_module():
+    wrong = {**record().gradients, "first.weight": ZERO, "last.weight": ZERO}
+    assert compare(record(gradients=wrong)).first_module == "last"
+    assert compare(with_gradient("first.weight", ZERO)).first_module == "first"
+
+
+def test_rows_of_a_shared_chunk_add_up():
+    plan = Plan(dp=2, sync_batch_norm=True)
+    half = replace(chunk(0), modules=(output("first", 1.0),)), replace(chunk(1), modules=(output("first", 3.0),))
+    whole = replace(chunk(0), modules=(ModuleOutput(name="first", call=0, total=4.0, square=10.0, count=2),)), replace(chunk(1), modules=())
+    both = Comparer(plan=plan, precision=torch.float64, initial=comparer().initial)
+    assert both.compare(replace(with_gradient("last.weight", ZERO), chunks=half), record(chunks=whole)).first_module == "last"
+
+
+def test_different_data_is_a_fact_even_where_numbers_agree():
+    assert compare(record(chunks=[chunk(0), chunk(1, data="other")])).facts == ["Chunk 1 has other data than on one device."]
+    assert not compare(record(chunks=[chunk(0)])).passed
+
+
+def test_replicas_that_differ_are_a_fact():
+    assert "Replicas 0 and 2" in compare(record(replicas=["a", "a", "b"])).facts[0]
+
+
+def test_draws_that_repeat_on_one_device_are_a_fact():
+    same = record(chunks=[chunk(0, seed=7), chunk(1, seed=7)])
+    assert compare(same, same).facts == ["Chunks 0 and 1 draw the same random numbers, on one device too."]
+    quiet = record(chunks=[chunk(0, seed=7, draws=()), chunk(1, seed=7, draws=())])
+    assert compare(quiet, quiet).passed
+
+
+def test_agreement_asks_for_the_same_names():
+    both = comparer()
+    assert both.agree(record().gradients, record().gradients)
+    assert not both.agree({}, record().gradients)
+    assert not both.agree(with_gradient("first.weight", tensor(3.1, 0.0)).gradients, record().gradients)
