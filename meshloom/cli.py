@@ -17,7 +17,7 @@ from rich.console import Console
 from meshloom.errors import JobError, PlanError
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
-from meshloom.launch import choose_devices, default_ranks, is_rank, report_failure, run_ranks
+from meshloom.launch import choose_devices, default_ranks, is_rank, leave, report_failure, run_ranks
 from meshloom.plan import Plan
 from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
 from meshloom.trainer import Listener, Progress, Summary, Trainer
@@ -32,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_rank():
         try:
             return _run_here(arguments)
+        except SystemExit:  # the user's own
+            raise
         except BaseException as error:
-            return report_failure(error)
+            leave(report_failure(error))
     try:
         check_target(arguments.target)
         plan = _plan(arguments)

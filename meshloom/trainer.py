@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
+from meshloom.comm.record import Count
 from meshloom.comm.turns import Steps, advance_one, run_in_steps
 from meshloom.comm.values import collect
 from meshloom.errors import CheckpointError, JobError, MeshloomError, PlanError
@@ -88,6 +90,7 @@ class _Clock:
     start: float = field(default_factory=time.monotonic)
     data: float = 0.0
     steps: float = 0.0
+    held_up: float = 0.0  # part of `steps`: in collectives
     num_steps: int = 0
 
 
@@ -161,13 +164,14 @@ class Trainer:
 
     def step(self, batch: Batch) -> float:
         """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
-        started = time.monotonic()
+        started, held_up = time.monotonic(), self._held_up()
         self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
         self.next_step = batch.step + 1
         if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_identical(batch.step))
             self._checks += 1
         self._clock.steps += time.monotonic() - started
+        self._clock.held_up += self._held_up() - held_up
         self._clock.num_steps += 1
         result = self._results[0]
         if self._clock.num_steps == 1:
@@ -228,12 +232,8 @@ class Trainer:
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps taken so far, of this process's first rank."""
-        replica = self.replicas[0]
-        counts = dict(replica.replicas.counts)
-        for name, count in replica.seat.statistics.counts.items():
-            counts[name] = counts[name] + count if name in counts else count
-        blocked = sum(count.seconds for count in counts.values())
-        counted = Traffic.of({"dp": counts})
+        replica, clock = self.replicas[0], self._clock
+        counted = Traffic.of({"dp": self._counts()})
         arrivals = self.together(lambda each: collect(each.seat.world, [at - self._clock.start for at in each.arrivals]))[0]
         return Summary(
             steps=self._clock.num_steps,
@@ -243,9 +243,20 @@ class Trainer:
             evaluation=evaluation,
             predicted=self._predict(counted),
             counted=counted,
-            shares=time_shares(self._clock.steps + self._clock.data, self._clock.data, blocked, arrivals, replica.seat.rank, self._clock.num_steps),
+            shares=time_shares(clock.steps + clock.data, clock.data, clock.held_up, arrivals, replica.seat.rank, clock.num_steps),
             checkpoint=checkpoint,
         )
+
+    def _counts(self) -> dict[str, Count]:
+        """What this process's first rank handed to collectives along dp, by kind."""
+        replica = self.replicas[0]
+        counts = dict(replica.replicas.counts)
+        for name, count in replica.seat.statistics.counts.items():
+            counts[name] = counts[name] + count if name in counts else count
+        return counts
+
+    def _held_up(self) -> float:
+        return sum(count.seconds for count in self._counts().values())
 
     def close(self) -> None:
         """End reader processes, leave the groups, take the hooks off the models."""
@@ -255,8 +266,9 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._close_readers()
+        self._stack.__exit__(kind, error, where)  # after an error the other ranks are not waited for
 
     def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
         """Run one generator per local replica in lockstep, and return their results; errors say which rank."""

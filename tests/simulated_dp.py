@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,7 +107,14 @@ def _run(job: Job, model: Any, samples: list[Any], step: int, index: int, m: int
         modules = watch.stop()
     gradients = {name: None if each.grad is None else each.grad.clone() for name, each in model.named_parameters() if each.requires_grad}
     chunk = ChunkRecord(
-        index=index, samples=len(samples), weight=float(weight), loss_sum=float(loss_sum), data=digest, seed=seed, draws=tuple(draws), modules=modules
+        index=index,
+        samples=len(samples),
+        weight=float(weight),
+        loss_sum=float(loss_sum.detach()),
+        data=digest,
+        seed=seed,
+        draws=tuple(draws),
+        modules=modules,
     )
     return gradients, float(weight), chunk
 
@@ -141,6 +147,10 @@ def _average(name: str, shares: Any, total: float, plan: Plan, job: Job, bug: st
                 norm = float(torch.nn.utils.get_total_norm(list(own.values())))
                 clipped.append(own[name] * min(1.0, (job.clip_grad_norm or 1.0) / norm) * weight)
         return _sum(clipped) / total
+    if bug == "uneven factors":
+        return _sum([each * (1 + number / 7) for number, (each, _) in enumerate(every)]) / total
+    if bug == "noise":
+        return _sum([each for each, _ in every]) / total + torch.linspace(-1, 1, every[0][0].numel()).view_as(every[0][0])
     if bug == "missing chunk":
         return _sum([each for each, _ in every[1:]]) / total
     gradient = _sum([each for each, _ in every]) / total
@@ -170,8 +180,3 @@ def _swap_state(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(value, Tensor) and value.ndim:
                 flat = other[key].reshape(-1)
                 entry[key] = flat.repeat(-(-value.numel() // flat.numel()))[: value.numel()].reshape(value.shape).clone()
-
-
-def changed(record: StepRecord, **fields: Any) -> StepRecord:
-    """A record with other fields."""
-    return replace(record, **fields)

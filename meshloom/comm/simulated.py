@@ -126,7 +126,9 @@ class SimulatedGroup(Group):
             for rank, (mine, _, expected, _) in enumerate(calls):
                 received = [parts[rank] for parts in sent]
                 if [part.numel() for part in received] != list(expected):
-                    raise CollectiveError(f"all_to_all: rank {rank} expects {list(expected)} elements and is sent {[part.numel() for part in received]}.")
+                    raise CollectiveError(
+                        f"all_to_all: rank {rank} expects {list(expected)} elements and is sent {[part.numel() for part in received]}."
+                    )
                 torch.cat([part.to(mine.device) for part in received], out=mine) if mine.numel() else None
 
         return self._join("all_to_all", (tensor.dtype,), (output, tensor, output_sizes, sizes), run)

@@ -1,0 +1,232 @@
+"""Twelve silent bugs, planted one at a time into the product: verification catches every one and says what it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshloom.replica
+import meshloom.state.map_data
+import meshloom.state.optimizer
+from meshloom.exchange.all_reduce import AllReduce
+from meshloom.exchange.buckets import Bucket, GradientBuckets
+from meshloom.exchange.zero import ZeroOne
+from meshloom.plan import Plan
+from meshloom.state.optimizer import Updater
+from meshloom.verify.report import Report
+from meshloom.verify.run import verify
+from tests.jobs import make_job
+
+Plant = Callable[[pytest.MonkeyPatch, Plan], None]
+EXCHANGES: list[Any] = [AllReduce, ZeroOne]
+
+
+def divide_by(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    """Let `finish` divide by something else than the total weight."""
+    for exchange in EXCHANGES:
+        finish = exchange.finish
+        monkeypatch.setattr(exchange, "finish", lambda self, weight, finish=finish: (yield from finish(self, change(weight))))
+
+
+def missing_dp(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    divide_by(monkeypatch, lambda weight: weight / plan.dp)
+
+
+def missing_microbatches(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    divide_by(monkeypatch, lambda weight: weight / plan.microbatches)
+
+
+def mean_of_means(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    """Every chunk's gradient is a mean, and the chunks count the same."""
+    weights: list[float] = []
+    as_sum, ready = meshloom.replica.as_sum, GradientBuckets.gradient_ready
+
+    def remember(loss: Any, samples: int, **settings: Any) -> Any:
+        total, weight = as_sum(loss, samples, **settings)
+        weights.append(float(weight))
+        return total, weight
+
+    def averaged(self: GradientBuckets, parameter: Any) -> None:
+        parameter.grad /= weights[-1]
+        ready(self, parameter)
+
+    monkeypatch.setattr(meshloom.replica, "as_sum", remember)
+    monkeypatch.setattr(GradientBuckets, "gradient_ready", averaged)
+    divide_by(monkeypatch, lambda weight: torch.full_like(weight, plan.num_chunks))
+
+
+def last_microbatch_only(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    ready = GradientBuckets.gradient_ready
+
+    def overwrite(self: GradientBuckets, parameter: Any) -> None:
+        self._place[id(parameter)][1].arrived = False
+        ready(self, parameter)
+
+    monkeypatch.setattr(GradientBuckets, "gradient_ready", overwrite)
+
+
+def never_reduced(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    start = AllReduce._start
+
+    def skip_second(self: AllReduce, bucket: Bucket) -> None:
+        if bucket is self._buckets.buckets[1]:
+            bucket.flat[bucket.length :] = 1.0  # all parameters are used
+        else:
+            start(self, bucket)
+
+    monkeypatch.setattr(AllReduce, "_start", skip_second)
+
+
+def reduced_twice(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    start = AllReduce._start
+
+    def again(self: AllReduce, bucket: Bucket) -> None:
+        start(self, bucket)
+        if bucket is self._buckets.buckets[1]:
+            self._works.append(self._group.all_reduce(bucket.flat))
+
+    monkeypatch.setattr(AllReduce, "_start", again)
+
+
+def clip_before_averaging(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    assert not plan.overlap
+    for exchange in EXCHANGES:
+        finish = exchange.finish
+
+        def clipped(self: Any, weight: Tensor, finish: Any = finish) -> Any:
+            mine = [bucket.flat[: bucket.length] for bucket in self._buckets.buckets]
+            norm = torch.cat(mine).norm()
+            for each in mine:
+                each.mul_((0.25 / norm).clamp(max=1.0))
+            return (yield from finish(self, weight))
+
+        monkeypatch.setattr(exchange, "finish", clipped)
+
+
+def tied_twice(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    ready = GradientBuckets.gradient_ready
+
+    def twice(self: GradientBuckets, parameter: Any) -> None:
+        if self._place[id(parameter)][1].name == "embed.weight":
+            parameter.grad *= 2
+        ready(self, parameter)
+
+    monkeypatch.setattr(GradientBuckets, "gradient_ready", twice)
+
+
+def tied_twice_in_the_norm(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    clip = meshloom.state.optimizer.clip
+
+    def more(gradients: Any, largest: float, owners: Any, device: Any) -> Any:
+        embedding = next(each for each in gradients if each is not None and each.numel() == 29 * 15)
+        norm = yield from clip([*gradients, embedding.clone()], largest, owners, device)
+        return norm
+
+    monkeypatch.setattr(meshloom.state.optimizer, "clip", more)
+
+
+def same_masks(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    chunk_seed = meshloom.replica.chunk_seed
+    monkeypatch.setattr(meshloom.replica, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, chunk % plan.microbatches))
+
+
+def stale_gradient(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    begin = GradientBuckets.begin_step
+
+    def keep(self: GradientBuckets) -> None:
+        arrived = [entry.arrived for bucket in self.buckets for entry in bucket.entries]
+        begin(self)
+        for entry, was in zip((entry for bucket in self.buckets for entry in bucket.entries), arrived, strict=True):
+            entry.arrived = was
+
+    monkeypatch.setattr(GradientBuckets, "begin_step", keep)
+
+
+def shared_data(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    share_of = meshloom.state.map_data.share_of
+
+    def of_first(replica: int, cuts: Any, plan: Plan) -> Any:
+        pairs = zip(share_of(replica, cuts, plan), share_of(0, cuts, plan), strict=True)
+        return [replace(first, index=own.index) if replica == 1 else own for own, first in pairs]
+
+    monkeypatch.setattr(meshloom.state.map_data, "share_of", of_first)
+
+
+def other_state(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    """In step 1 every rank uses the optimizer's state that its neighbour had after step 0."""
+    update = Updater.update
+    ranks: list[Updater] = []
+    after_first: dict[int, list[dict[str, Any]]] = {}
+
+    def entries(of: Updater) -> list[dict[str, Any]]:
+        return [optimizer.state[each] for optimizer in of._optimizers for group in optimizer.param_groups for each in group["params"]]
+
+    def swapped(self: Updater, gradients: Any, loss: float) -> Any:
+        first = self not in ranks
+        if first:
+            ranks.append(self)
+        elif len(after_first) == plan.dp:
+            neighbour = after_first[(ranks.index(self) + 1) % plan.dp]
+            for mine, theirs in zip(entries(self), neighbour, strict=False):
+                for key, value in mine.items():
+                    if isinstance(value, Tensor) and value.ndim:
+                        mine[key] = theirs[key].reshape(-1).repeat(value.numel())[: value.numel()].reshape(value.shape).clone()
+        result = yield from update(self, gradients, loss)
+        if first:
+            after_first[ranks.index(self)] = copy.deepcopy(entries(self))
+        return result
+
+    monkeypatch.setattr(Updater, "update", swapped)
+
+
+def run(model: str, optimizer: str, plan: Plan) -> Report:
+    report = verify(make_job(model, optimizer, batch_size=13), plan, devices="simulated", steps=2)
+    assert report
+    return report
+
+
+TWO = Plan(dp=2, microbatches=3, bucket_bytes=300)
+THREE = Plan(dp=3, microbatches=2, bucket_bytes=300)
+ZERO = Plan(dp=2, microbatches=3, bucket_bytes=300, zero=1)
+MLP, CNN, GPT, ODD = ("mlp", "sgd"), ("cnn", "adamw"), ("gpt", "sgd"), ("unused_twice", "adamw")
+
+BUGS: list[tuple[Plant, str, list[tuple[tuple[str, str], Plan]]]] = [
+    (missing_dp, "scale", [(MLP, TWO), (CNN, THREE), (GPT, ZERO), (ODD, TWO)]),
+    (missing_microbatches, "scale", [(MLP, TWO), (CNN, THREE), (GPT, ZERO), (ODD, TWO)]),
+    (mean_of_means, "mean of means", [(MLP, TWO), (CNN, THREE), (GPT, ZERO), (ODD, TWO)]),
+    (last_microbatch_only, "microbatches", [(MLP, TWO), (CNN, THREE), (GPT, ZERO), (ODD, TWO)]),
+    (never_reduced, "not reduced", [(MLP, TWO), (CNN, THREE), (GPT, TWO), (ODD, THREE)]),
+    (reduced_twice, "reduced twice", [(MLP, TWO), (CNN, THREE), (GPT, TWO), (ODD, THREE)]),
+    (
+        clip_before_averaging,
+        "clipping",
+        [(MLP, replace(TWO, overlap=False)), (("cnn", "sgd"), replace(THREE, overlap=False)), (GPT, replace(ZERO, overlap=False))],
+    ),
+    (tied_twice, "tied", [(GPT, TWO), (("gpt", "adamw"), ZERO), (("gpt", "muon"), THREE)]),
+    (tied_twice_in_the_norm, "tied", [(GPT, TWO), (GPT, THREE)]),
+    (same_masks, "same draws", [(CNN, TWO), (GPT, THREE), (("gpt", "adamw"), ZERO)]),
+    (stale_gradient, "stale", [(MLP, TWO), (CNN, THREE), (GPT, ZERO), (ODD, TWO)]),
+    (shared_data, "data", [(MLP, TWO), (CNN, THREE), (GPT, ZERO), (ODD, TWO)]),
+    (other_state, "optimizer", [(MLP, ZERO), (CNN, ZERO), (("gpt", "adamw"), ZERO), (ODD, ZERO)]),
+]
+CASES = [pytest.param(plant, kind, *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}") for plant, kind, cases in BUGS for job, plan in cases]
+
+
+@pytest.mark.parametrize(("plant", "kind", "model", "optimizer", "plan"), CASES)
+def test_a_planted_bug_is_caught_and_named(plant, kind, model, optimizer, plan, monkeypatch):
+    plant(monkeypatch, plan)
+    report = run(model, optimizer, plan)
+    assert not report.passed
+    assert [cause.kind for cause in report.causes][:1] == [kind], report.causes
+
+
+@pytest.mark.parametrize(("model", "optimizer", "plan"), sorted({(*job, plan) for _, _, cases in BUGS for job, plan in cases}, key=str), ids=str)
+def test_without_a_bug_the_same_runs_pass(model, optimizer, plan):
+    report = run(model, optimizer, plan)
+    assert report.passed and not report.causes, report.causes
