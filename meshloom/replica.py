@@ -1,8 +1,9 @@
 """One rank's training step: its chunks forward and backward, the exchange, the update.
 
 The step is a generator: where it waits for other ranks it yields, so that a process runs it to its end and simulated ranks run
-it in lockstep (`comm/turns.py`). Backward runs on the *sum* of each chunk's loss; `Exchange.finish` divides once, by the weight of
-the whole global batch, so uneven and empty shares keep the exact mean.
+it in lockstep (`comm/turns.py`). Backward runs on the *sum* of each chunk's loss, which is divided once, by the weight of the
+whole global batch, so uneven and empty shares keep the exact mean: before backward where all ranks know that weight (means over
+samples), else by `Exchange.finish`.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Replica:
         self._undo = ExitStack()
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
+        self._one_chunk = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=seat.device) for is_mean in (False, True)}
         self.exchange: Exchange
         self.updater: Updater
         self.statistics: RunningStatistics
@@ -120,7 +122,7 @@ class Replica:
         self._check_frozen()
         self.model.train() if not self.model.training else None
         self.exchange.begin_step()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.seat.device)  # loss, weight
+        sums = torch.zeros(4, dtype=torch.float64, device=self.seat.device)  # loss, weight, chunks, chunks whose loss was a mean
         filled = [chunk for chunk in chunks if chunk.samples]
         works = []
         for chunk in filled:
@@ -128,13 +130,17 @@ class Replica:
             with ExitStack() as around:
                 around.enter_context(self.statistics.chunk(partial(self._again, chunk, data)))
                 self._begin_chunk(chunk, around, self.observer)
-                loss, weight = as_sum(self.job.loss(self.model, data), chunk.samples)
+                returned = self.job.loss(self.model, data)
+                loss, weight = as_sum(returned, chunk.samples)
+                is_mean = not isinstance(returned, tuple)
                 sums[0] += loss.detach()
                 sums[1] += weight
+                sums[2:] += self._one_chunk[is_mean]
                 if chunk is filled[-1]:
                     works.append(self.replicas.all_reduce(sums)) if self.plan.dp > 1 else None
                     self.exchange.begin_last_chunk()
-                loss.backward()
+                # Of means over samples the whole batch's weight is known now, and dividing a number is cheaper than a gradient.
+                (loss / chunk.batch if is_mean else loss).backward()
             if self.observer:
                 self.observer.chunk_done(chunk, float(weight), float(loss.detach()))
         if not filled and self.plan.dp > 1:
@@ -143,8 +149,10 @@ class Replica:
         yield
         for work in works:
             work.wait()
-        gradients = yield from self.exchange.finish(sums[1])
-        total, weight = sums.tolist()
+        total, weight, num_chunks, num_means = sums.tolist()
+        if num_means not in (0, num_chunks):
+            raise JobError(f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always.")
+        gradients = yield from self.exchange.finish(sums[1] / chunks[0].batch if num_means else sums[1])
         yield from self._check_finite(step, filled, total, weight)
         yield from self.statistics.finish()
         if self.observer:
@@ -200,7 +208,7 @@ class Replica:
         """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
         if self.plan.dp == 1:
             return {}
-        loss_and_weight = {"all_reduce": 16}
+        loss_and_weight = {"all_reduce": 32}
         joined = {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()} if self.plan.sync_batch_norm else {}
         return _add(loss_and_weight, joined, self.exchange.bytes_per_step(), self.statistics.bytes_per_step(), self.updater.bytes_per_step())
 

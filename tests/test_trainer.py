@@ -296,3 +296,12 @@ def test_a_plan_in_the_program_and_another_on_the_command_line_is_refused(monkey
     monkeypatch.setenv("MESHLOOM_PLAN", "dp=2,zero=1")
     with pytest.raises(PlanError, match="own plan is dp=2 and the command line says --plan dp=2,zero=1"):
         Trainer(make_job("mlp", "sgd"), "dp=2")
+
+
+def test_a_loss_that_mixes_means_and_sums_is_refused() -> None:
+    def mixed(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        mean = class_loss(model, batch)
+        return mean if len(batch["x"]) == 3 else (mean * len(batch["x"]), len(batch["x"]))
+
+    with pytest.raises(JobError, match=r"a mean for 2 of 5 chunks and \(sum, weight\) for the others"):
+        losses(replace(make_job("mlp", "sgd"), loss=mixed), "dp=5")

@@ -51,10 +51,12 @@ class AllReduce(Exchange):
         yield
         for work in self._works:
             work.wait()
+        divisor = float(weight)
         gradients: dict[str, Tensor | None] = {}
         for bucket in self._buckets.buckets:
             used = bucket.flat[bucket.length : bucket.length + len(bucket.entries)].tolist()
-            bucket.flat[: bucket.length].div_(weight)
+            if divisor != 1.0:
+                bucket.flat[: bucket.length].div_(divisor)
             for entry, is_used in zip(bucket.entries, used, strict=True):
                 gradients[entry.name] = bucket.flat[entry.start : entry.stop] if is_used else None
         yield from self._buckets.share_order(self._group)

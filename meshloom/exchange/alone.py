@@ -40,8 +40,9 @@ class Alone(Exchange):
         for index, gradient in enumerate(present):
             if gradient.layout != torch.strided:
                 present[index] = gradient.to_dense()
-        with torch.no_grad():
-            torch._foreach_div_(present, weight.to(present[0].device)) if present else None  # pyright: ignore[reportPrivateUsage]
+        divisor = float(weight)
+        if present and divisor != 1.0:
+            torch._foreach_div_(present, divisor)  # pyright: ignore[reportPrivateUsage]
         dense = iter(present)
         return [None if slice_.parameter.grad is None else next(dense).reshape(-1) for slice_ in self._owned]
         yield

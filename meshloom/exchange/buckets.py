@@ -104,13 +104,13 @@ class GradientBuckets:
             raise TrainingError(
                 f"The gradient of {entry.name} came a second time after it had been sent (re-entrant checkpointing does this). Use overlap=false in the plan."
             )
-        with torch.no_grad():
-            if entry.arrived:
-                view.add_(gradient)
-            elif gradient.layout == torch.strided:
-                view.copy_(gradient)
-            else:
-                view.zero_().add_(gradient)
+        # A gradient itself requires none, so nothing here is recorded.
+        if entry.arrived:
+            view.add_(gradient)
+        elif gradient.layout == torch.strided:
+            view.copy_(gradient)
+        else:
+            view.zero_().add_(gradient)
         parameter.grad = None
         entry.arrived = True
         if self._last_chunk and not entry.counted:

@@ -69,7 +69,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
-        """Gradient of each owned slice (flat, same order as `owned`), summed over all chunks and divided by `weight`.
+        """Gradient of each owned slice (flat, same order as `owned`), summed over all chunks and divided by `weight` (float64 []).
+
+        A weight of exactly 1 costs nothing.
 
         None for a parameter that no chunk of any rank used.
         """

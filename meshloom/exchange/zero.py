@@ -75,8 +75,9 @@ class ZeroOne(Exchange):
         yield
         for work in self._works:
             work.wait()
-        for gradient in self._gradients:
-            gradient.div_(weight)
+        divisor = float(weight)
+        for gradient in self._gradients if divisor != 1.0 else ():
+            gradient.div_(divisor)
         self._is_used = [bool(each) for each in self._used.tolist()]
         yield from self._buckets.share_order(self._group)
         return [self._gradients[index][start:stop] if self._is_used[number] else None for index, start, stop, number in self._positions]

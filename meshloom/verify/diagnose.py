@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshloom.plan import Plan
-from meshloom.verify.compare import Comparison, filled
+from meshloom.verify.compare import FLOOR, Comparison, filled
 from meshloom.verify.mistakes import Cause, Evidence, mistakes, thin, thinned
 from meshloom.verify.records import ChunkRecord, StepRecord
 
@@ -128,8 +128,10 @@ def _from_gradients(comparison: Comparison, ours: StepRecord, one: StepRecord, e
     broken = [name for name, each in theirs.items() if not bool(each.isfinite().all())]
     if broken:
         return [Cause("unknown", f"Unknown cause: the gradient of {_names(broken)} is not finite.")]
-    passed = [error.name for error in comparison.errors if error.kind == "gradient" and error.passed]
-    everything = not any(bool(each.count_nonzero()) for name in passed if (each := b[name]) is not None)
+    passed = {error.name for error in comparison.errors if error.kind == "gradient" and error.passed}
+    sizes = {name: float(each.norm()) for name, each in b.items() if each is not None}
+    # One that is nothing but rounding agrees whatever went wrong, and says nothing.
+    everything = not any(name in passed and size > FLOOR * max(sizes.values()) for name, size in sizes.items())
     who = "All gradients are" if everything else f"The gradients of {_names(failed)} are"
     error = _distance(theirs, lambda name: right[name])
     rounding = 0.1 * next(each.tolerance for each in comparison.errors if each.kind == "gradient")

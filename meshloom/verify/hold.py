@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+
+import torch
 
 from meshloom.verify.compare import Comparer, Comparison
 from meshloom.verify.diagnose import diagnose
@@ -15,7 +18,7 @@ from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What came of holding records against a reference."""
+    """What came of holding records against a reference. whole: None if the whole batch does not fit in the device's memory."""
 
     steps: Sequence[Comparison]
     causes: Sequence[Cause]
@@ -37,7 +40,8 @@ def hold_against(reference: Reference, records: Iterable[StepRecord]) -> Found:
         if not comparison.passed and all(step.passed for step in steps):
             causes = diagnose(comparison, ours, one, reference.evidence(previous), steps)
         if not steps:
-            whole = compare_whole_batch(reference, one, comparer.tolerance())
+            with suppress(torch.OutOfMemoryError):  # microbatches may be there because the whole batch does not fit
+                whole = compare_whole_batch(reference, one, comparer.tolerance())
         steps.append(comparison)
         previous = one
     return Found(steps=steps, causes=causes, whole=whole, comparer=comparer)

@@ -248,12 +248,11 @@ class Reference:
         draws: list[str] = []
         started_with = torch.initial_seed()
         self._watch.start()
-        with default_dtype(self.dtype), self._casts:
-            with KeyedDraws(share.rows, draws):
-                value = self.job.loss(self.model, batch)
-            loss_sum, weight = _as_sum(value, len(share.samples))
+        # Around backward too: checkpointing runs forwards again there, on both sides, and must draw the same.
+        with default_dtype(self.dtype), self._casts, KeyedDraws(share.rows, draws):
+            loss_sum, weight = _as_sum(self.job.loss(self.model, batch), len(share.samples))
             loss_sum.backward()
-            modules = self._watch.stop()  # forwards that checkpointing repeats are among them, on both sides
+        modules = self._watch.stop()
         return _Ran(loss_sum=float(loss_sum.detach()), weight=float(weight), seed=started_with, draws=tuple(draws), modules=modules)
 
     def _chunk_records(self, share: Share, ran: _Ran) -> Iterator[ChunkRecord]:
@@ -317,7 +316,7 @@ def _as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
     return (loss.reshape(()) * samples, float(samples)) if weight is None else (loss.reshape(()), float(weight))
 
 
-def _norm(gradients: Gradients) -> float:
+def _norm(gradients: Mapping[str, Tensor | None]) -> float:
     """2-norm of the whole gradient, in float64: in float32 it is off by 4e-4 for ten million elements."""
     flat = [torch.view_as_real(each) if each.is_complex() else each for each in gradients.values() if each is not None]
     return math.sqrt(sum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in flat))

@@ -85,7 +85,9 @@ class Report:
 
 def print_report(report: Report, console: Console) -> None:
     """The report for a person: losses, the worst tensors, the verdict, the whole batch."""
-    console.print(f"verify {report.plan} on {report.devices}, {report.precision}, against one device that runs the same chunks", highlight=False)
+    console.print(
+        f"verify {report.plan} on {report.devices}, {report.precision}, against one device that runs the same chunks", highlight=False, soft_wrap=True
+    )
     console.print(_losses(report))
     console.print(_errors(report))
     for text in _lines(report):
@@ -130,13 +132,14 @@ def _lines(report: Report) -> list[str]:
         )
     if any(share < 1 for share in report.owned):
         lines.append(f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state")
-    if report.whole:
-        if report.whole.equal:
-            lines.append(f"whole batch: equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})")
-        else:
-            lines.append(
-                f"whole batch: gradients differ by up to {report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
-            )
+    if report.whole is None:
+        lines.append("whole batch: not compared, it does not fit in one device's memory")
+    elif report.whole.equal:
+        lines.append(f"whole batch: equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})")
+    else:
+        lines.append(
+            f"whole batch: gradients differ by up to {report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
+        )
     return lines
 
 
