@@ -9,7 +9,7 @@ EXAMPLE := examples/01_gpt_bytes.py
 PLAN := dp=2,microbatches=2
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 
-.PHONY: train check test test-all
+.PHONY: train check types quick test test-all
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -19,8 +19,13 @@ train: $(READY)
 check: $(READY)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
+	$(MAKE) --jobs=2 --output-sync types quick
+
+types: $(READY)
 	$(PYTHON) -m pyright
-	$(PYTHON) -m pytest -m "not processes and not slow"
+
+quick: $(READY)
+	$(PYTHON) -m pytest -m "not processes and not long and not slow"
 
 test: $(READY)
 	$(PYTHON) -m pytest -m "not slow"

@@ -151,7 +151,9 @@ class Replica:
             work.wait()
         total, weight, num_chunks, num_means = sums.tolist()
         if num_means not in (0, num_chunks):
-            raise JobError(f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always.")
+            raise JobError(
+                f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always."
+            )
         gradients = yield from self.exchange.finish(sums[1] / chunks[0].batch if num_means else sums[1])
         yield from self._check_finite(step, filled, total, weight)
         yield from self.statistics.finish()
@@ -345,7 +347,10 @@ def _build(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Modu
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise JobError(f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it.")
-    return model.to(device=device, dtype=dtype) if dtype else model.to(device)
+    model = model.to(device)
+    for tensor in (*model.parameters(), *model.buffers()) if dtype else ():  # Module.to would drop the imaginary part of complex ones
+        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
+    return model
 
 
 def _facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:

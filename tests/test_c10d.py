@@ -19,6 +19,8 @@ from meshloom.comm.turns import Steps, run_in_steps
 from meshloom.comm.values import agree, collect, scatter_objects, share
 from meshloom.errors import CollectiveError, MeshloomError, PeerLostError
 
+pytestmark = pytest.mark.processes
+
 
 def _join(timeout_seconds: float = 20.0) -> C10dGroup:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))

@@ -28,6 +28,7 @@ def kinds(of: Found) -> list[str]:
     return [cause.kind for cause in of.causes]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
@@ -36,6 +37,7 @@ def test_a_correct_run_has_no_cause(model, optimizer, dtype):
     assert all(step.passed for step in right.steps) and not right.causes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("model", ["mlp", "gpt", "unused_twice"])
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from meshloom.launch import (
 )
 from meshloom.mesh import Mesh, Place
 
+pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
 
 

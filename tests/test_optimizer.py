@@ -254,6 +254,7 @@ RESUMED = ["AdamW", "initial state", "ASGD", "Rprop", "Adafactor", "muon and ada
 SIZES = [("all_reduce", 4, "zero", 4), ("zero", 4, "all_reduce", 4), ("zero", 4, "zero", 4), ("zero", 4, "zero", 3)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "size", "kind2", "size2"), SIZES)
 @pytest.mark.parametrize("name", RESUMED)
 def test_resuming_is_bit_exact_under_another_division(name: str, kind: str, size: int, kind2: str, size2: int):

@@ -80,6 +80,7 @@ def test_batches_show_this_processs_chunks() -> None:
 # --- Stopping and going on.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,microbatches=2", "dp=4,zero=1", "dp=1,microbatches=4"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "muon"])
 def test_a_resumed_run_has_the_curve_of_the_uninterrupted_one(plan: str, optimizer: str, tmp_path: Path) -> None:

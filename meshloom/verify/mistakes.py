@@ -225,7 +225,7 @@ def _means_of_means(cut: _Cut) -> Iterator[Mistake]:
 
 
 def _clipped_early(cut: _Cut, evidence: Evidence, clip: float) -> Iterator[Mistake]:
-    """Each replica's gradient, or each chunk's, as a mean or as a sum; then a weighted mean or a plain one."""
+    """Each replica's gradient, or each chunk's, as a mean, a sum, or its part of the whole mean; then a weighted mean or a plain one."""
 
     def kept(norm: float) -> float:
         return min(1.0, clip / norm) if norm else 1.0
@@ -233,13 +233,16 @@ def _clipped_early(cut: _Cut, evidence: Evidence, clip: float) -> Iterator[Mista
     by_replica = {replica: cut.weight_of(replica) for replica in cut.replicas}
     mean = {replica: kept(norm * _inverse(by_replica[replica])) for replica, norm in evidence.replica_norms.items()}
     plain = {replica: kept(norm) for replica, norm in evidence.replica_norms.items()}
+    part = {replica: kept(norm * _inverse(cut.total)) for replica, norm in evidence.replica_norms.items()}
     chunk_norms = list(zip(evidence.chunk_norms, cut.weights, strict=True))
     where = f"clipped to {clip:g} on each replica, or for each chunk, before they are averaged; one device clips their mean"
     for factors in (
         [mean[replica] / cut.total for replica in cut.replicas],
         [mean[replica] * _inverse(by_replica[replica] * cut.dp) for replica in cut.replicas],
         [plain[replica] / cut.total for replica in cut.replicas],
+        [part[replica] / cut.total for replica in cut.replicas],
         [kept(norm * _inverse(weight)) / cut.total for norm, weight in chunk_norms],
+        [kept(norm * _inverse(cut.total)) / cut.total for norm, _ in chunk_norms],
         [kept(norm) / cut.total for norm, _ in chunk_norms],
     ):
         yield Mistake("clipping", where, factors)
