@@ -19,8 +19,9 @@ from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
 from meshloom.launch import choose_devices, default_ranks, is_rank, leave, report_failure, run_ranks
 from meshloom.plan import Plan
+from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
-from meshloom.trainer import Listener, Progress, Summary, Trainer
+from meshloom.trainer import Trainer
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
 
@@ -91,7 +92,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
-    listener = Listener()
+    listener = Listener(started=terminal.start, note=terminal.event)
     plan = _plan(arguments)
     with Trainer(
         job,
@@ -108,7 +109,6 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
             listener.step = lambda progress: _tell_progress(progress, terminal, records)
             listener.evaluated = lambda step, metrics: _tell_evaluation(step, metrics, terminal, records)
             listener.saved = lambda step, path: _tell_saved(step, path, terminal, records)
-            listener.note = terminal.event
         summary = trainer.fit()
         if trainer.world.main:
             _tell_summary(summary, terminal, records)
@@ -119,7 +119,6 @@ def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     job, plan = trainer.job, trainer.plan
     parameters = sum(parameter.numel() for parameter in trainer.replicas[0].model.parameters())
     name = type(trainer.replicas[0].model).__name__
-    terminal.start(f"plan {plan} on {trainer.world.why}")
     per_replica = f"{plan.dp} replica{'s' if plan.dp > 1 else ''} x {plan.microbatches} chunk{'s' if plan.microbatches > 1 else ''}"
     start = f", from step {trainer.next_step}" if trainer.next_step else ""
     terminal.start(f"{name}, {parameters:,} parameters; batches of {job.batch_size} samples over {per_replica}; {trainer.steps} steps{start}")

@@ -30,12 +30,16 @@ from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.zero import ZeroOne
-from meshloom.job import Job, Loss
+from meshloom.job import Job
+from meshloom.loss import as_sum
 from meshloom.mesh import Axis, Place
 from meshloom.plan import Plan, chunk_sizes
-from meshloom.random import KeyedDraws, Rows, chunk_seed, model_seed, seed_everything
+from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.data import Chunk, to_device
+from meshloom.state.digest import digest
+from meshloom.state.model import build_model, copy_from_first, facts, state_of
+from meshloom.state.not_finite import watch_finite
 from meshloom.state.optimizer import Updater
 
 
@@ -94,7 +98,7 @@ class Replica:
         self.replicas = seat.groups["dp"]
         self.observer: Observer | None = None
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
-        self.model = _build(job, seat.device, dtype)
+        self.model = build_model(job, seat.device, dtype)
         self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
         if not self.named:
@@ -109,8 +113,8 @@ class Replica:
 
     def prepare(self) -> Steps[None]:
         """Make sure all ranks hold the same job, start from rank 0's values, and build what the step needs."""
-        yield from agree(self.seat.world, _facts(self.job, self.plan, self.model))
-        yield from _copy_from_first(self.model, self.replicas)
+        yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
+        yield from copy_from_first(self.model, self.replicas)
         self.exchange = self._open_exchange()
         self.updater = Updater(self.job, self.named, self.exchange)
         self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm)
@@ -188,7 +192,7 @@ class Replica:
 
     def digests(self) -> Steps[list[list[int]]]:
         """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
-        mine = torch.stack([_hash(tensor) for tensor in self._state().values()])
+        mine = torch.stack([digest(tensor) for tensor in state_of(self.model).values()])
         everyone = mine.new_empty(self.replicas.size * mine.numel())
         work = self.replicas.all_gather(everyone, mine)
         yield
@@ -199,7 +203,7 @@ class Replica:
         """Raise `TrainingError` naming the first parameter or buffer that differs between replicas."""
         everyone = yield from self.digests()
         for replica, theirs in enumerate(everyone):
-            for name, here, there in zip(self._state(), everyone[0], theirs, strict=True):
+            for name, here, there in zip(state_of(self.model), everyone[0], theirs, strict=True):
                 if here != there:
                     raise TrainingError(
                         f"After step {step}, {name} differs between replicas dp=0 and dp={replica}: something in the model or optimizer "
@@ -218,7 +222,7 @@ class Replica:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
         if self.plan.dp == 1:
             return {}
-        values = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
+        values = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
         return _add({"broadcast": values}, self.exchange.bytes_once(), self.updater.bytes_once())
 
     def bytes_per_evaluation(self) -> int:
@@ -227,7 +231,7 @@ class Replica:
 
     def bytes_per_check(self) -> int:
         """Bytes that `digests` hands over."""
-        return 8 * len(self._state())
+        return 8 * len(state_of(self.model))
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -293,10 +297,7 @@ class Replica:
             if not bool(torch.isfinite(parameter).all()):
                 return f"whose parameter {name} was not finite before the step"
         for chunk in chunks:
-            first: list[str] = []
-            with torch.no_grad(), ExitStack() as around:
-                for name, module in self.model.named_modules():
-                    around.callback(module.register_forward_hook(_not_finite_hook(name or "the model", first)).remove)
+            with torch.no_grad(), watch_finite(self.model) as first:
                 loss = self._again(chunk, self._data(chunk))
             if first:
                 return f"chunk {chunk.index}; the first module whose output is not finite is {first[0]}"
@@ -304,98 +305,6 @@ class Replica:
                 return f"chunk {chunk.index}; every module's output is finite, so the loss function made it"
         return None
 
-    def _state(self) -> dict[str, Tensor]:
-        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-
-
-def as_sum(loss: Loss, samples: int, *, needs_gradient: bool = True) -> tuple[Tensor, Tensor | float]:
-    """The sum and the weight behind what a loss function returned: (sum, weight) as it is, or the mean over `samples`.
-
-    >>> as_sum(torch.tensor(2.0), 3, needs_gradient=False)
-    (tensor(6.), 3)
-    """
-    mean_or_sum, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
-    if not isinstance(mean_or_sum, Tensor):
-        raise JobError(
-            f"The loss function returned {_kind(loss)}. Return one scalar tensor (the mean over the samples), or (sum, weight).{_ALTERNATING}"
-        )
-    if mean_or_sum.numel() != 1:
-        raise JobError(
-            f"The loss function returned a tensor of shape {list(mean_or_sum.shape)}, not a scalar. Return its mean over the samples, or (sum, weight)."
-        )
-    if needs_gradient and not mean_or_sum.requires_grad:
-        raise JobError("The loss does not depend on any trainable parameter (requires_grad is False), so there is nothing to train.")
-    if isinstance(weight, Tensor) and (weight.requires_grad or weight.numel() != 1):
-        raise JobError(f"The weight in (sum, weight) must be a number without gradient: how many things the sum is over.{_ALTERNATING}")
-    if weight is None:
-        return mean_or_sum.reshape(()) * samples, samples
-    return mean_or_sum.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight
-
-
-_ALTERNATING = " A job that alternates between several losses (a GAN) is not supported."
-
-
-def _kind(loss: object) -> str:
-    return f"a {type(loss).__name__} of {len(loss)}" if isinstance(loss, tuple | list | dict) else f"a {type(loss).__name__}"
-
-
-def _build(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    seed_everything(model_seed(job.seed))
-    model = job.model()
-    if not isinstance(model, nn.Module):
-        raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise JobError(f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it.")
-    model = model.to(device)
-    for tensor in (*model.parameters(), *model.buffers()) if dtype else ():  # Module.to would drop the imaginary part of complex ones
-        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
-    return model
-
-
-def _facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
-    """What must be equal on all ranks before anything is exchanged."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    described = {name: f"{list(tensor.shape)} {tensor.dtype}" + (" trainable" if tensor.requires_grad else "") for name, tensor in tensors.items()}
-    settings = {name: getattr(job, name) for name in ("batch_size", "steps", "seed", "shuffle", "drop_last", "clip_grad_norm", "checkpoint_every")}
-    return {"plan": str(plan), **settings, **described}
-
-
-def _copy_from_first(model: nn.Module, group: Group) -> Steps[None]:
-    """Give every replica the first one's parameters and buffers."""
-    if group.size == 1:
-        return
-    works = []
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            contiguous = tensor.detach().contiguous()
-            works.append((group.broadcast(contiguous, 0), tensor, contiguous))
-    yield
-    for work, tensor, contiguous in works:
-        work.wait()
-        if contiguous.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(contiguous)
-
 
 def _add(*parts: Mapping[str, int]) -> dict[str, int]:
     return {name: sum(part.get(name, 0) for part in parts) for part in parts for name in part}
-
-
-def _hash(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of the bits of a tensor, as an int64 scalar on its device."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.numel() % 8 or flat.storage_offset() % 8:  # a parameter may start anywhere in a bucket
-        flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
-    words = flat.view(torch.int64)
-    # An odd multiplier per position (wrapping), so that permuted and shifted contents differ.
-    position = torch.arange(words.numel(), device=words.device, dtype=torch.int64)
-    return ((words ^ (words >> 29)) * (position * -7046029254386353131 | 1)).sum()
-
-
-def _not_finite_hook(name: str, first: list[str]) -> Any:
-    def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [each for each in (output if isinstance(output, tuple | list) else [output]) if isinstance(each, Tensor)]
-        if not first and any(each.is_floating_point() and not bool(torch.isfinite(each).all()) for each in tensors):
-            first.append(name)
-
-    return look

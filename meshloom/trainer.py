@@ -21,7 +21,8 @@ from meshloom.job import Job
 from meshloom.launch import World, launched_plan, open_world
 from meshloom.plan import Plan
 from meshloom.replica import Replica, StepResult
-from meshloom.report.summary import TimeShares, Traffic, time_shares
+from meshloom.report.progress import Listener, Progress, Summary
+from meshloom.report.summary import Traffic, time_shares
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.saving import save
@@ -41,46 +42,6 @@ class Batch:
     def chunks(self) -> list[Chunk]:
         """All of them, in order."""
         return [chunk for share in self.shares for chunk in share]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How a run stands after a step."""
-
-    step: int
-    steps: int
-    loss: float
-    gradient_norm: float | None
-    learning_rates: list[float]
-    samples_per_second: float
-    tokens_per_second: float | None
-    seconds_left: float
-    memory_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a run came to on this process's first rank."""
-
-    steps: int
-    seconds: float
-    first_loss: float
-    last_loss: float
-    evaluation: dict[str, float]
-    predicted: Traffic
-    counted: Traffic
-    shares: TimeShares
-    checkpoint: Path | None
-
-
-@dataclass
-class Listener:
-    """Who is told how a run goes; each is called on the process of rank 0 only."""
-
-    step: Callable[[Progress], None] = lambda progress: None
-    evaluated: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
-    saved: Callable[[int, Path], None] = lambda step, path: None
-    note: Callable[[str], None] = lambda text: None
 
 
 @dataclass
@@ -151,6 +112,7 @@ class Trainer:
             self._start_step = self.next_step
             self._checks = self._evaluations = 0
             self._clock = _Clock()
+            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}"))
             self._stack = building.pop_all()
 
     def batches(self) -> Iterator[Batch]:

@@ -29,6 +29,7 @@ ORDER = [
     ["graph"],
     ["comm"],
     ["jobfile"],
+    ["loss"],
     ["job"],
     ["plan", "random", "cluster"],
     ["mesh"],

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from meshloom.errors import CheckpointError, CollectiveError, DataError, JobError, PlanError, TrainingError
 from meshloom.job import Evaluate, Job
-from meshloom.trainer import Batch, Listener, Trainer
+from meshloom.report.progress import Listener
+from meshloom.trainer import Batch, Trainer
 from tests.jobs import MLP, class_loss, make_job, vectors
 
 

@@ -19,6 +19,7 @@ from meshloom.comm.values import collect
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.replica import Replica, StepResult
+from meshloom.report.progress import Listener
 from meshloom.state.data import Chunk
 from meshloom.trainer import Trainer
 from meshloom.verify.hold import hold_against
@@ -37,7 +38,8 @@ def verify(
     dtype: run both in this precision; float64 tells a mistake from rounding. Raises as the trainer does.
     """
     keyed = replace(plan, keyed_draws=True)
-    with Trainer(job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, dtype=dtype) as trainer:
+    quiet = Listener(started=lambda text: None)  # the report says it
+    with Trainer(job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, dtype=dtype, listener=quiet) as trainer:
         owned = trainer.together(_owned)[0]
         records = _plan_steps(trainer, dtype)
         if not trainer.world.main:

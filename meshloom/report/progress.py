@@ -1,0 +1,59 @@
+"""What a run tells about itself: how it stands after a step, and what it came to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshloom.report.summary import TimeShares, Traffic
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"meshloom: {text}\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How a run stands after a step."""
+
+    step: int
+    steps: int
+    loss: float
+    gradient_norm: float | None
+    learning_rates: list[float]
+    samples_per_second: float
+    tokens_per_second: float | None
+    seconds_left: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run came to on this process's first rank."""
+
+    steps: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    evaluation: dict[str, float]
+    predicted: Traffic
+    counted: Traffic
+    shares: TimeShares
+    checkpoint: Path | None
+
+
+@dataclass
+class Listener:
+    """Who is told how a run goes; each is called on the process of rank 0 only.
+
+    started: the plan, and which devices it runs on and why. step: after every step. evaluated, saved: step and what came of it.
+    note: what the user should know, once.
+    """
+
+    started: Callable[[str], None] = _say
+    step: Callable[[Progress], None] = lambda progress: None
+    evaluated: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+    saved: Callable[[int, Path], None] = lambda step, path: None
+    note: Callable[[str], None] = _say

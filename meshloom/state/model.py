@@ -1,0 +1,58 @@
+"""A replica's model: built by the job, compared with what other ranks built, started from rank 0's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.errors import JobError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.random import model_seed, seed_everything
+
+
+def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    seed_everything(model_seed(job.seed))
+    model = job.model()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise JobError(f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it.")
+    model = model.to(device)
+    for tensor in (*model.parameters(), *model.buffers()) if dtype else ():  # Module.to would drop the imaginary part of complex ones
+        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
+    return model
+
+
+def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
+    """What must be equal on all ranks before anything is exchanged."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    described = {name: f"{list(tensor.shape)} {tensor.dtype}" + (" trainable" if tensor.requires_grad else "") for name, tensor in tensors.items()}
+    settings = {name: getattr(job, name) for name in ("batch_size", "steps", "seed", "shuffle", "drop_last", "clip_grad_norm", "checkpoint_every")}
+    return {"plan": str(plan), **settings, **described}
+
+
+def copy_from_first(model: nn.Module, group: Group) -> Steps[None]:
+    """Give every replica the first one's parameters and buffers."""
+    if group.size == 1:
+        return
+    works = []
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            contiguous = tensor.detach().contiguous()
+            works.append((group.broadcast(contiguous, 0), tensor, contiguous))
+    yield
+    for work, tensor, contiguous in works:
+        work.wait()
+        if contiguous.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(contiguous)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
