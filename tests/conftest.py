@@ -26,7 +26,11 @@ CACHES = {".pytest_cache", ".hypothesis", ".ruff_cache", "__pycache__"}
 
 
 def pytest_configure() -> None:
-    """One thread per process, as several ranks share the machine; orphans of orphans become this process's children, so that they are seen."""
+    """One thread per process, as several ranks share the machine; orphans of orphans become this process's children, so that they are seen.
+
+    The first store in a process opens a pipe that libuv keeps until the process ends. No test opens that one, whichever runs first.
+    """
+    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     PR_SET_CHILD_SUBREAPER = 36  # noqa: N806

@@ -24,7 +24,6 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch.distributed", "meshloom.comm.c10d", "meshloom.comm.simulated", "meshloom.comm.values"])
 if not getattr(multiprocessing.current_process(), "_inheriting", False):  # the ranks import this file too
     forkserver.ensure_running()
-    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the first one in a process opens a pipe that its event loop keeps
 
 
 class RankError(AssertionError):

@@ -1,0 +1,55 @@
+"""Which devices the ranks of a mesh go on, and the line that says why. Decided before anything is started."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from meshloom.errors import DeviceError
+from meshloom.launch.environment import cores, current_seat, threads_per_rank
+from meshloom.launch.wording import counted, visible_gpus
+from meshloom.mesh import Mesh
+
+Kind = Literal["cuda", "cpu", "simulated"]
+DEVICES = ("auto", "cuda", "cpu", "simulated", "simulated:cuda")
+
+
+def choose_devices(mesh: Mesh, devices: str = "auto") -> tuple[Kind, str]:
+    """Where the ranks of `mesh` go on this machine, and a line that says why: for cuda and cpu, `run_ranks` starts them if there are several.
+
+    GPUs if there is one for each rank; otherwise CPU processes if there is a core for each; otherwise simulated.
+    Raises `DeviceError` when what was asked for is not there.
+    """
+    check_devices(devices)
+    num_gpus, num_cores, size = torch.cuda.device_count(), cores(), mesh.size
+    ranks, on_cores = counted(size, "rank"), counted(num_cores, "core")
+    if devices == "cuda" and size > num_gpus:
+        instead = "devices=cpu or devices=simulated" + (f", or a plan of at most {counted(num_gpus, 'rank')}" if num_gpus else "")
+        raise DeviceError(f"devices=cuda needs {counted(size, 'GPU')}, one for each rank, and {visible_gpus(num_gpus)}. Use {instead}.")
+    if devices == "simulated:cuda" and not num_gpus:
+        raise DeviceError("devices=simulated:cuda needs a GPU, and none is visible. Use devices=simulated.")
+    reason = "asked for" if devices != "auto" else visible_gpus(num_gpus)
+    if devices == "cuda" or (devices == "auto" and size <= num_gpus):
+        return "cuda", f"cuda: {ranks}, one GPU each ({reason})"
+    if devices == "cpu" or (devices == "auto" and size <= num_cores):
+        threads = counted(threads_per_rank(size), "thread")
+        return "cpu", f"cpu: {ranks} as process{'es' * (size > 1)} on {on_cores}, {threads} each ({reason})"
+    if devices == "auto":
+        reason += f", and {ranks} are more than {on_cores}"
+    return "simulated", f"simulated: {ranks} in one process on {counted(num_gpus, 'GPU') if ':' in devices else on_cores} ({reason})"
+
+
+def default_ranks(devices: str = "auto") -> int:
+    """How many ranks to use when no plan says it: those that were started, else one for each GPU, else one."""
+    check_devices(devices)
+    seat = current_seat()
+    if seat:
+        return seat.size
+    return max(1, torch.cuda.device_count()) if devices in ("auto", "cuda", "simulated:cuda") else 1
+
+
+def check_devices(devices: str) -> None:
+    """Raises `DeviceError` if `devices` is none of `DEVICES`."""
+    if devices not in DEVICES:
+        raise DeviceError(f"devices={devices} is not known. Use {', '.join(DEVICES[:-1])} or {DEVICES[-1]}.")

@@ -1,0 +1,147 @@
+"""What a process was told by whoever started it: torchrun, Slurm, or our launcher. Only this file reads the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from meshloom.errors import DeviceError
+
+
+def is_rank() -> bool:
+    """Whether this process is one of several that were started as ranks."""
+    try:
+        seat = current_seat()
+    except DeviceError:  # a rank that was told only half; what needs the other half says so
+        return True
+    return seat is not None and (seat.size > 1 or "RANK" in os.environ)
+
+
+def launched_plan() -> str | None:
+    """The text of the plan that the launcher decided on; None if this process is not a rank of our launcher."""
+    return os.environ.get("MESHLOOM_PLAN")
+
+
+def launched_devices(devices: str) -> str:
+    """What to use for `devices` "auto": the launcher's choice, if there is one."""
+    return os.environ.get("MESHLOOM_DEVICES", devices) if devices == "auto" else devices
+
+
+def report_descriptor() -> int | None:
+    """The pipe to our launcher; None if there is none."""
+    descriptor = os.environ.get("MESHLOOM_REPORT_FD")
+    return None if descriptor is None else int(descriptor)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """How many threads each of `num_ranks` processes of this machine gets: what the user has said, or their share of the cores."""
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is for nested regions
+    return int(said) if said.isdecimal() and int(said) else max(1, cores() // num_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What a process that was started as a rank has been told."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+    hosts_store: bool
+
+
+def current_seat() -> Seat | None:
+    """This process's seat; None if it is no rank. Raises `DeviceError` if it was told only half."""
+    return read_seat(os.environ)
+
+
+def read_seat(environment: Mapping[str, str]) -> Seat | None:
+    """This process's seat: from the user's own init_process_group, from torchrun or something like it, or from srun; None if it is no rank."""
+    try:
+        if dist.is_available() and dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+            local_rank = int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", rank)))
+            local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+            return Seat(rank=rank, size=size, local_rank=local_rank, local_size=local_size, address="", port=0, hosts_store=False)
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            return Seat(
+                rank=rank,
+                size=size,
+                local_rank=int(environment.get("LOCAL_RANK", 0)),
+                local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+                address=environment["MASTER_ADDR"] if size > 1 else "",
+                port=int(environment["MASTER_PORT"]) if size > 1 else 0,
+                hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            )
+        # A batch script has SLURM_PROCID too; what srun starts also has a step with tasks.
+        if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+            size = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", 1)))
+            if size == 1:  # a shell of salloc
+                return None
+            job, step = int(environment.get("SLURM_JOB_ID", 0)), int(environment["SLURM_STEP_ID"])
+            nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+            tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
+            return Seat(
+                rank=int(environment["SLURM_PROCID"]),
+                size=size,
+                local_rank=int(environment.get("SLURM_LOCALID", 0)),
+                local_size=int(re.split(r"\D", tasks)[0]),
+                address=environment.get("MASTER_ADDR") or first_host(nodes),
+                port=int(environment.get("MASTER_PORT") or 15000 + (job * 7 + step) % 15000),
+                hosts_store=environment["SLURM_PROCID"] == "0",
+            )
+    except KeyError as missing:
+        raise DeviceError(f"RANK and WORLD_SIZE are set, but {missing.args[0]} is not. Start with torchrun, or set all of them.") from None
+    except ValueError as error:
+        raise DeviceError(f"The environment of this rank holds something that is not a number: {error}.") from None
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm list of hosts.
+
+    >>> first_host("gpu[07-09,12],login1"), first_host("a1,a2")
+    ('gpu07', 'a1')
+    """
+    found = re.match(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in found.groups()) if found else nodes
+
+
+def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: str) -> dict[str, str]:
+    """The whole environment of a rank that this process starts; the store listens on `port` of this machine."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    replaceable = {
+        "OMP_NUM_THREADS": str(threads_per_rank(size)),
+        "PYTHONUNBUFFERED": "1",  # what a rank printed before it was killed is not lost
+        **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
+    }
+    told = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is hosted by whoever started the ranks, as under torchrun
+        "MESHLOOM_PLAN": plan_text,
+        "MESHLOOM_DEVICES": devices,
+    }
+    return {**replaceable, **os.environ, **told}
+
+
+def with_report(environment: Mapping[str, str], descriptor: int) -> dict[str, str]:
+    """`environment` of a rank that reports to its launcher on `descriptor`."""
+    return {**environment, "MESHLOOM_REPORT_FD": str(descriptor)}

@@ -1,0 +1,49 @@
+"""A process that outlives the launcher for long enough to kill the ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Literal
+
+# Reads "+group" and "-group"; when the pipe closes, kills the groups that are left.
+_GUARD = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:  # it has ended already
+        pass
+"""
+
+
+class Guard:
+    """A process that outlives this one for long enough to kill the ranks."""
+
+    def __enter__(self) -> Guard:
+        # A session of its own: Ctrl-C in the terminal and a signal to this process's group do not reach it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def tell(self, sign: Literal["+", "-"], group: int) -> None:
+        """Add a process group to those that end with this process, or leave it out again."""
+        assert self._process.stdin
+        with suppress(BrokenPipeError):  # somebody has killed the guard
+            self._process.stdin.write(f"{sign}{group}\n".encode())
+            self._process.stdin.flush()
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()

@@ -1,0 +1,139 @@
+"""A rank joins the processes that were started together with it, and parts from them."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from meshloom.comm.c10d import C10dGroup
+from meshloom.comm.group import Group
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.turns import Turns
+from meshloom.errors import DeviceError, PeerLostError
+from meshloom.launch.devices import Kind
+from meshloom.launch.environment import Seat, cores, launched_devices
+from meshloom.launch.failure import leave, report_failure
+from meshloom.launch.telling import tell
+from meshloom.launch.wording import counted, rank_name, used_axes, visible_gpus
+from meshloom.launch.world import LocalRank, World
+from meshloom.mesh import Mesh
+
+FAREWELL_SECONDS = 5.0  # how long a rank that is done waits for the others before its connections close
+
+
+def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
+    """Meet the other ranks in the store, agree on devices, connect. Raises `PeerLostError` if they do not come within `timeout`."""
+    tell({"event": "joining"})
+    try:
+        ours = not dist.is_initialized()  # otherwise the user's own script has done that
+        store = _meeting_place(seat, timeout) if ours else dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        # Ranks may open several worlds, one after another; each has its own part of the store.
+        opened = store.add(f"meshloom/opened/{seat.rank}", 1)
+        store = dist.PrefixStore(f"meshloom/{opened}", store)
+        store.set_timeout(timeout)
+        kind, device, reason = _agreed_device(seat, devices, store)
+        both = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        if ours:
+            dist.init_process_group(both, store=dist.PrefixStore("world", store), rank=seat.rank, world_size=seat.size, timeout=timeout)
+        made: list[dist.ProcessGroup] = []
+
+        def connect(members: Iterable[tuple[int, ...]], backend: str) -> Group:
+            """Make a group of each of `members`, which all ranks do together; the one that this rank is in."""
+            mine: Group | None = None
+            for ranks in members:
+                process_group = dist.new_group(list(ranks), timeout, backend)
+                if seat.rank in ranks:
+                    assert isinstance(process_group, dist.ProcessGroup)
+                    made.append(process_group)
+                    mine = C10dGroup(process_group, [rank_name(rank, mesh) for rank in ranks], device if "nccl" in backend else None)
+            assert mine
+            return mine
+
+        local = LocalRank(
+            rank=seat.rank,
+            place=mesh.place(seat.rank),
+            device=device,
+            groups={axis: RecordedGroup(connect(mesh.groups(axis), both), axis) for axis in used_axes(mesh)},
+            statistics=RecordedGroup(connect(mesh.groups("dp"), both), "dp"),
+            world=connect([tuple(range(mesh.size))], "gloo"),
+        )
+    except (RuntimeError, OSError) as error:
+        how = " ".join(str(error).split())[:300]
+        raise PeerLostError(
+            f"{rank_name(seat.rank, mesh)} could not join the other {seat.size - 1} ranks at {seat.address}:{seat.port}: {how}"
+        ) from error
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        used = "one GPU each"
+    else:
+        used = f"{counted(torch.get_num_threads(), 'thread')} each"
+    here = f"{seat.local_size} on each machine's" if seat.local_size < seat.size else "on"
+    why = f"{kind}: {counted(seat.size, 'rank')} as processes {here} {counted(cores(), 'core')}, {used} ({reason})"
+    tell({"event": "joined"})
+    return World(mesh, [local], kind, why, Turns(), _parting(mesh, local, store, made, ours))
+
+
+def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, made: list[dist.ProcessGroup], ours: bool) -> Callable[[bool], None]:
+    """What ends a rank's world, and until then reports what the user's script does not catch."""
+    previous = sys.excepthook
+
+    def uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        leave(report_failure(error, mesh))
+
+    def end(well: bool) -> None:
+        atexit.unregister(at_exit)
+        if well and sys.excepthook is uncaught:  # after a failure the error is still on its way up
+            sys.excepthook = previous
+        if well and _meet_again(local.rank, mesh.size, store):
+            for process_group in [None] if ours else made:
+                dist.destroy_process_group(process_group)
+        else:  # destroying would wait for operations that the others may never join
+            for group in (*local.groups.values(), local.statistics, local.world):
+                group.abort()
+
+    def at_exit() -> None:
+        end(True)
+
+    sys.excepthook = uncaught
+    atexit.register(at_exit)
+    return end
+
+
+def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
+    """Whether all ranks came to this end. A connection that closes may take along what a slower rank has not read yet, so they wait, for a while."""
+    try:
+        store.set(f"parting/{rank}", "")
+        store.wait([f"parting/{other}" for other in range(size)], timedelta(seconds=FAREWELL_SECONDS))
+    except RuntimeError:  # some rank is elsewhere, or the store went away with a rank that was done
+        return False
+    return True
+
+
+def _meeting_place(seat: Seat, timeout: timedelta) -> dist.Store:
+    return dist.TCPStore(
+        seat.address, seat.port, None, is_master=seat.hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=seat.hosts_store
+    )
+
+
+def _agreed_device(seat: Seat, devices: str, store: dist.Store) -> tuple[Kind, torch.device, str]:
+    """The same kind of device on all ranks: cuda if each has a GPU of its own."""
+    wanted = launched_devices(devices)
+    count = torch.cuda.device_count()
+    index = seat.local_rank % max(1, count)
+    # Some clusters show each process all of a machine's GPUs, others one; what counts is whether two ranks would share.
+    own = f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}" if count and wanted != "cpu" else ""
+    store.set(f"gpu/{seat.rank}", own)
+    seen = [store.get(f"gpu/{rank}").decode() for rank in range(seat.size)]
+    num_gpus = len({gpu for gpu in seen if gpu})
+    if num_gpus == seat.size:
+        return "cuda", torch.device("cuda", index), visible_gpus(num_gpus)
+    if wanted == "cuda":
+        raise DeviceError(f"devices=cuda needs {seat.size} GPUs, one for each rank, and {visible_gpus(num_gpus)}. Use devices=cpu.")
+    return "cpu", torch.device("cpu"), "asked for" if devices == "cpu" else visible_gpus(count)

@@ -1,0 +1,160 @@
+"""Starts the ranks of a mesh on this machine, watches them, and ends them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from meshloom.launch.environment import rank_environment
+from meshloom.launch.guard import Guard
+from meshloom.launch.rank_process import RankProcess
+from meshloom.launch.wording import capital, rank_name
+from meshloom.mesh import Mesh
+
+CAUSE_SECONDS = 1.5  # how long the launcher waits for the cause, once a rank has reported that another one is gone
+GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
+
+
+def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str) -> int:
+    """Run `command` once per rank, as processes of this machine, until all have ended; the exit code.
+
+    devices: "cuda" or "cpu", as `choose_devices` said; ranks find it, and the plan, in their environment.
+    stdout is rank 0's; what the others print goes to stderr, with their rank. The first failure ends all ranks and is printed to
+    stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129. No process of the ranks is left, whatever happens.
+    """
+    with _noted_signals() as signals:
+        with Guard() as guard, _Ranks(guard) as ranks:
+            outcome = ranks.start(command, mesh, devices, plan_text, signals) or ranks.watch(signals)
+            ranks.end(signals)
+        if outcome.text:
+            with suppress(OSError):  # the terminal is gone; the exit code still says it
+                print(outcome.text, file=sys.stderr, flush=True)  # noqa: T201
+        return outcome.exit_code
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    exit_code: int
+    text: str = ""
+
+
+@contextmanager
+def _noted_signals() -> Generator[list[int]]:
+    """The signals that asked this process to end, in a list, instead of what they usually do. One that is ignored (nohup) stays so."""
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stopped(signals: list[int]) -> _Outcome | None:
+    return _Outcome(128 + signals[0], f"Stopped by {signal.Signals(signals[0]).name}; all ranks have ended.") if signals else None
+
+
+class _Ranks:
+    """The rank processes: a context manager that ends them."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._ranks: list[RankProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._store: dist.Store | None = None
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.end([])
+        finally:
+            self._selector.close()
+            self._store = None
+
+    def start(self, command: list[str], mesh: Mesh, devices: str, plan_text: str, signals: list[int]) -> _Outcome | None:
+        """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""
+        # The store takes over a socket that is bound already, to this machine alone.
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            self._store = dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno()))
+        for number in range(mesh.size):
+            if outcome := _stopped(signals):
+                return outcome
+            try:
+                rank = RankProcess(number, rank_name(number, mesh), command, rank_environment(number, mesh.size, port, devices, plan_text))
+            except OSError as error:
+                return _Outcome(1, f"Rank {number} could not be started: {error}.")
+            self._ranks.append(rank)
+            self._guard.tell("+", rank.group)
+            for descriptor in rank.descriptors:
+                self._selector.register(descriptor, selectors.EVENT_READ, rank)
+        return None
+
+    def watch(self, signals: list[int]) -> _Outcome:
+        """Pass on what the ranks say until all have ended, one has failed, or a signal came."""
+        while True:
+            self._listen(0.05)
+            self._bury_ended()
+            if outcome := _stopped(signals) or self._failed():
+                return outcome
+            if all(rank.exit_code == 0 for rank in self._ranks):
+                return _Outcome(0)
+
+    def _listen(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            if not key.data.read(key.fd):
+                self._selector.unregister(key.fd)
+
+    def _bury_ended(self) -> None:
+        for rank in self._ranks:
+            if rank.bury_if_ended():
+                self._guard.tell("-", rank.group)
+
+    def _failed(self) -> _Outcome | None:
+        failures = [failure for rank in sorted(self._ranks, key=lambda rank: rank.failed_at) if (failure := rank.failure)]
+        causes = [failure for failure in failures if not failure.consequence]
+        if causes:
+            return _Outcome(causes[0].exit_code, str(causes[0]))
+        gone = [rank for rank in self._ranks if rank.exit_code == 0]
+        if gone and not gone[0].joined and any(rank.joining and not rank.joined for rank in self._ranks):
+            return _Outcome(1, f"{capital(gone[0].name)} ended before it joined the others, which wait for it.")
+        if not failures or time.monotonic() < min(rank.failed_at for rank in self._ranks if rank.failure) + CAUSE_SECONDS:
+            return None
+        first = failures[0]
+        if gone:
+            return _Outcome(
+                1, f"{capital(gone[0].name)} ended without an error while {first.who} was still working together with it: {first.message}"
+            )
+        return _Outcome(first.exit_code, str(first))
+
+    def end(self, signals: list[int]) -> None:
+        """End all processes: ask, wait a little (not after a second signal), kill."""
+        for rank in self._ranks:
+            rank.send(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(rank.exit_code is None for rank in self._ranks) and time.monotonic() < deadline and len(signals) < 2:
+            self._listen(0.02)
+            self._bury_ended()
+        for rank in self._ranks:
+            rank.send(signal.SIGKILL)
+        while self._ranks:
+            rank = self._ranks.pop(0)
+            rank.close()
+            self._guard.tell("-", rank.group)

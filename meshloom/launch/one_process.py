@@ -1,0 +1,55 @@
+"""A world whose ranks all live in this process: one rank, or several that are simulated."""
+
+from __future__ import annotations
+
+import torch
+
+from meshloom.comm.group import Group
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Turns
+from meshloom.errors import DeviceError
+from meshloom.launch.devices import Kind
+from meshloom.launch.wording import counted, used_axes, visible_gpus
+from meshloom.launch.world import LocalRank, World
+from meshloom.mesh import Axis, Mesh
+
+
+def world_in_one_process(mesh: Mesh, devices: str) -> World:
+    """All ranks of `mesh` in turns; several go round the GPUs, if on GPUs at all. Raises `DeviceError` if there is none."""
+    num_gpus = torch.cuda.device_count()
+    if "cuda" in devices and not num_gpus:
+        raise DeviceError(f"devices={devices} needs a GPU, and none is visible. Use devices={'simulated' if ':' in devices else 'cpu'}.")
+    on_gpus = "cuda" in devices or (devices == "auto" and mesh.size == 1 and num_gpus > 0)
+    where = [torch.device("cuda", rank % num_gpus) if on_gpus else torch.device("cpu") for rank in range(mesh.size)]
+    asked = "asked for"
+    if mesh.size == 1 and not devices.startswith("simulated"):
+        kind: Kind = "cuda" if on_gpus else "cpu"
+        reason = asked if devices != "auto" else visible_gpus(num_gpus)
+    else:
+        kind = "simulated"
+        reason = asked if devices.startswith("simulated") else f"this process was not started as one of {mesh.size}"
+    used = counted(min(num_gpus, mesh.size), "GPU") if on_gpus else counted(torch.get_num_threads(), "thread")
+    why = f"{kind}: {counted(mesh.size, 'rank')} in this process on {used} ({reason})"
+
+    turns = Turns()
+    everyone = simulated_groups(mesh.size, turns)
+    groups: dict[tuple[Axis, int], Group] = {}
+    statistics: dict[int, Group] = {}
+    for axis in used_axes(mesh):
+        for members in mesh.groups(axis):
+            groups.update(zip([(axis, rank) for rank in members], simulated_groups(len(members), turns), strict=True))
+    for members in mesh.groups("dp"):
+        statistics.update(zip(members, simulated_groups(len(members), turns), strict=True))
+    local = [
+        LocalRank(
+            rank=rank,
+            place=mesh.place(rank),
+            device=where[rank],
+            groups={axis: RecordedGroup(groups[axis, rank], axis) for axis in used_axes(mesh)},
+            statistics=RecordedGroup(statistics[rank], "dp"),
+            world=everyone[rank],
+        )
+        for rank in range(mesh.size)
+    ]
+    return World(mesh, local, kind, why, turns)

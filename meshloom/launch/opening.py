@@ -1,0 +1,37 @@
+"""Opens the world of a mesh: joins the other processes if this one is a rank, otherwise keeps all ranks here."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from meshloom.errors import DeviceError, PlanError
+from meshloom.launch.devices import check_devices
+from meshloom.launch.environment import current_seat
+from meshloom.launch.joining import join
+from meshloom.launch.one_process import world_in_one_process
+from meshloom.launch.wording import counted, sizes
+from meshloom.launch.world import World
+from meshloom.mesh import Mesh
+
+
+def open_world(mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0) -> World:
+    """Join the other processes if this one was started as a rank; otherwise keep all ranks in this process.
+
+    devices: one of `DEVICES`.
+    timeout_seconds: how long a rank waits for the others, in joining and in every collective, before it gives up.
+    Raises `PlanError` if the mesh has another size than there are processes, `DeviceError` if the devices are not there.
+    """
+    check_devices(devices)
+    seat = current_seat()
+    size = seat.size if seat else 1
+    if size > 1 and devices.startswith("simulated"):
+        raise DeviceError(f"devices={devices} keeps all ranks in one process, but {size} processes were started. Start one, or use devices=cpu.")
+    if seat and mesh.size != size:
+        started = f"{counted(size, 'process', 'processes')} {'was' if size == 1 else 'were'}"
+        raise PlanError(
+            f"The plan needs {counted(mesh.size, 'rank')} ({sizes(mesh)}), but {started} started. "
+            f"Start {mesh.size} (torchrun --nproc-per-node {mesh.size} on one machine), or use a plan of {size}, like dp={size}."
+        )
+    if seat and size > 1:
+        return join(mesh, seat, devices, timedelta(seconds=timeout_seconds))
+    return world_in_one_process(mesh, devices)

@@ -1,0 +1,26 @@
+"""A rank tells its launcher what happens: one JSON line per event, on a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+
+from meshloom.launch.environment import report_descriptor
+
+
+def tell(event: Mapping[str, object]) -> bool:
+    """Send a line to our launcher; False if there is none. If it is gone, this process goes too."""
+    descriptor = report_descriptor()
+    if descriptor is None:
+        return False
+    text = json.dumps(event).encode() + b"\n"
+    try:
+        while text:
+            text = text[os.write(descriptor, text) :]
+    except BrokenPipeError:
+        os.killpg(0, signal.SIGKILL)
+    except OSError:  # a program that a rank has started inherits the variable, but not the pipe
+        return False
+    return True

@@ -1,0 +1,84 @@
+"""The ranks of a mesh as one process sees them: what a training loop is given."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from meshloom.comm.group import Group
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.turns import Turns
+from meshloom.launch.devices import Kind
+from meshloom.mesh import Axis, Mesh, Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRank:
+    """A rank that lives in this process.
+
+    groups: by axis, the ranks that differ from this one along that axis only.
+    statistics: the ranks of `groups["dp"]` on a communicator of its own, for batch statistics in the middle of forward and backward.
+    world: all ranks, for control messages on the CPU; not counted.
+    """
+
+    rank: int
+    place: Place
+    device: torch.device
+    groups: Mapping[Axis, RecordedGroup]
+    statistics: RecordedGroup
+    world: Group
+
+
+class World:
+    """The ranks of a mesh, as seen by one process: a context manager that ends what it made.
+
+    local: the ranks that live here: one in a rank process, all when simulated.
+    kind, why: the devices, and the line that explains them.
+    turns: how ranks of one process wait for each other.
+    """
+
+    def __init__(self, mesh: Mesh, local: list[LocalRank], kind: Kind, why: str, turns: Turns, end: Callable[[bool], None] | None = None) -> None:
+        self.mesh = mesh
+        self.local = local
+        self.kind: Kind = kind
+        self.why = why
+        self.turns = turns
+        self._end = end
+
+    @property
+    def main(self) -> bool:
+        """Whether rank 0 lives here."""
+        return self.local[0].rank == 0
+
+    def memory_bytes(self) -> int:
+        """Most memory that this process has used so far: of its GPU if its ranks are on one, else resident."""
+        device = self.local[0].device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def close(self) -> None:
+        """Part from the other ranks after a run that went well. A second time does nothing."""
+        end, self._end = self._end, None
+        if end:
+            end(True)
+
+    def abort(self) -> None:
+        """Leave at once: whatever the other ranks are doing together with this one fails there."""
+        end, self._end = self._end, None
+        if end:
+            end(False)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
