@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.random import KeyedDraws, derive
-
-
-def keyed(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """`op` with every random operation in it seeded anew from the one before. An `aten.lstm` with dropout has several."""
-    with KeyedDraws():
-        return op(*args, **kwargs)
+from meshloom.random import derive
 
 
 def seed_of_draw(chunk_seed: int, number: int) -> int:

@@ -7,10 +7,12 @@ context it was made in. The same hook notes the line.
 
 from __future__ import annotations
 
+import io
+import logging
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +60,7 @@ def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[
     wrapper = _Loss(model, loss, seen)
     copies = tuple(leaf.detach().clone() for leaf in leaves)  # two that were one tensor become two
     try:
-        with warnings.catch_warnings(), _readable_functions(), _kept_warnings():
+        with warnings.catch_warnings(), _readable_functions(), _quiet():
             warnings.simplefilter("ignore")  # about attributes, which are looked at here
             exported = torch.export.export(wrapper, copies, strict=False)
     except CaptureError:
@@ -199,7 +201,7 @@ def _readable_functions() -> Iterator[None]:
             return apply.__get__(None, cls)(*args, **kwargs)
         raise CaptureError(
             f"{cls.__name__}.apply at {describe_line(line_here(2))} brings a backward of its own, which a program cannot hold. "
-            f"Write it with torch operators, or use a plan that reads no model. {WAY_OUT}"
+            f"Write it with torch operators. {WAY_OUT}"
         )
 
     function: Any = torch.autograd.Function
@@ -211,14 +213,15 @@ def _readable_functions() -> Iterator[None]:
 
 
 @contextmanager
-def _kept_warnings() -> Iterator[None]:
-    """Export logs what it could not do; that is said by the error."""
-    loggers = [torch._logging._internal.logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental", "torch._dynamo")]
+def _quiet() -> Iterator[None]:
+    """Export prints and logs graphs that it could not finish; the error says what is needed of that."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental", "torch._dynamo")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel("CRITICAL")
+        logger.setLevel(logging.CRITICAL + 1)
     try:
-        yield
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -259,6 +262,6 @@ def _explain(error: Exception) -> str:
     if kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType") or "data-dependent" in text:
         return (
             f"What runs depends on the values in the batch at {line}, so no one program computes it: {first[:160]}. "
-            f"Write the choice with torch.where, or use a plan that reads no model. {WAY_OUT}"
+            f"Write the choice with torch.where. {WAY_OUT}"
         )
     return f"The loss could not be read at {line}: {kind}: {first[:200]}. {WAY_OUT}"

@@ -9,14 +9,15 @@ Values are followed by the memory they lie in. When memory is written, its owner
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from meshloom.errors import CaptureError
+from meshloom.graph.calls import out_of_place
 from meshloom.graph.export import _META, WAY_OUT, Exported, describe_line, line_of
 from meshloom.graph.infer import Inferred, Shape, infer
 from meshloom.graph.views import written
@@ -40,15 +41,6 @@ class Pure:
     graph: fx.Graph
     updates: dict[str, fx.Node]
     in_place: frozenset[str]
-
-
-def out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What `op` would make of `value` in place.
-
-    >>> out_of_place(torch.ops.aten.mul_.Tensor, torch.ones(2), 3)
-    tensor([3., 3.])
-    """
-    return op(value.clone(), *args, **kwargs)
 
 
 def without_mutation(exported: Exported, likes: Mapping[str, Shape]) -> Pure:
@@ -113,8 +105,8 @@ class _Rewriter:
             return None
         found = [value for argument, value in _given(node) if argument.alias_info is not None and argument.alias_info.is_write]
         tensors = [value for value in found if isinstance(value, fx.Node)]
-        if len(found) != 1 or len(tensors) != 1 or tensors[0] is not (node.args[0] if node.args else None):
-            raise self._refusal(node, "writes to more than its first argument")
+        if len(found) != 1 or len(tensors) != 1 or tensors[0] not in (node.args[0] if node.args else None, node.kwargs.get("out")):
+            raise self._refusal(node, "writes to more than one tensor")
         return tensors[0]
 
     def _write(self, node: fx.Node, operand: fx.Node) -> None:
@@ -161,6 +153,12 @@ class _Rewriter:
 
     def _new_value(self, node: fx.Node, operand: fx.Node, name: str) -> fx.Node:
         was = self._shape(operand)
+        if "out" in node.kwargs:
+            function = _functional_of_out(node)
+            if function is None or not self._gives(function, node, was):
+                raise self._refusal(node, "writes to out= what it would give otherwise in another shape or precision")
+            others = {key: value for key, value in node.kwargs.items() if key != "out"}
+            return self._made(node, self.graph.call_function(function, *fx.map_arg((node.args, others), self._read)))
         first, rest = self._read(operand), fx.map_arg(node.args[1:], self._read)
         kwargs = fx.map_arg(node.kwargs, self._read)
         if name == "copy_" and isinstance(node.args[1], fx.Node):
@@ -185,7 +183,7 @@ class _Rewriter:
                 return False
             made[each] = probe.placeholder(each.name)
             likes[made[each].name] = shapes[0]
-        call = probe.call_function(function, fx.map_arg(node.args, made.__getitem__), fx.map_arg(node.kwargs, made.__getitem__))
+        call = probe.call_function(function, fx.map_arg(node.args, made.__getitem__), fx.map_arg({key: value for key, value in node.kwargs.items() if key != "out"}, made.__getitem__))
         call.meta = dict(node.meta)
         shape = infer(probe, likes).shapes[call]
         return len(shape) == 1 and shape[0].dtype == was.dtype and shape[0].shape == was.shape
@@ -260,6 +258,15 @@ def _functional(node: fx.Node) -> Any:
         return overload
     wanted = [(each.name, str(each.type)) for each in target._schema.arguments]
     return overload if [(each.name, str(each.type)) for each in overload._schema.arguments][: len(wanted)] == wanted else None
+
+
+def _functional_of_out(node: fx.Node) -> Any:
+    """The operator that gives what `node` writes to its `out`."""
+    target: Any = node.target
+    wanted = [(each.name, str(each.type)) for each in target._schema.arguments if each.name != "out"]
+    packet = target.overloadpacket
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return next((each for each in overloads if [(one.name, str(one.type)) for one in each._schema.arguments] == wanted), None)
 
 
 def _running_statistics(node: fx.Node) -> Any:

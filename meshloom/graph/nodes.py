@@ -39,7 +39,7 @@ class Meta:
 class Node:
     """One operator.
 
-    target: an `OpOverload`, `operator.getitem`, or `mutation.out_of_place`, whose first argument is then an in-place operator.
+    target: an `OpOverload`, `operator.getitem`, or `calls.out_of_place`, whose first argument is then an in-place operator.
     args, kwargs: `Ref`s, tuples (for lists, too) and constants.
     context: autocast regions and grad mode it runs in.
     path: the module in whose forward it is; '' is the model itself or the loss function.

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from meshloom.errors import CaptureError
+from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
 from meshloom.graph.contexts import Entered
-from meshloom.graph.draws import keyed
 from meshloom.graph.nodes import Input, Node, Ref, Variable, refs_in
 
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
@@ -87,7 +87,11 @@ def compile_program(program: Listing, device: torch.device, dtype: torch.dtype |
             number = contexts.index(node.context)
             graph.call_method("move_to", (entered, number))
         args, kwargs = _built((node.args, dict(node.kwargs)), made, program.device, device, dtype)
-        target, args = (keyed, (node.target, *args)) if node.num_draws else (node.target, args)
+        target = node.target
+        if node.num_draws and target is out_of_place:
+            target = keyed_out_of_place
+        elif node.num_draws:
+            target, args = keyed, (target, *args)
         made[node.name] = graph.call_function(target, args, kwargs)
         if visiting:
             graph.call_function(_visited, (visit, node.name, made[node.name]))
