@@ -15,7 +15,7 @@ from meshloom.graph.nodes import Input, Meta, Node, Ref, Variable
 from meshloom.graph.program import Program
 
 
-def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], device: torch.device) -> Program:
+def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], device: torch.device, precision: torch.dtype | None) -> Program:
     """The program of an exported loss. leaves: the batch's tensors, as they were exported."""
     parameters = _variables(model.named_parameters(remove_duplicate=False))
     buffers = _variables(model.named_buffers(remove_duplicate=False))
@@ -48,6 +48,7 @@ def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], de
         in_place=frozenset(real[value] for value in pure.in_place),
         device=device,
         training=model.training,
+        precision=precision,
     )
 
 

@@ -8,46 +8,43 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshloom.errors import CaptureError, JobError
+from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed, changed_attributes, plain_attributes
 from meshloom.graph.build import build
 from meshloom.graph.export import WAY_OUT, Exported, export
 from meshloom.graph.frozen import check_draws, check_equal, line_that_changes
 from meshloom.graph.leaves import Leaves, leaves_of
+from meshloom.graph.precision import build_model, default_precision, in_precision
 from meshloom.graph.program import Program
 from meshloom.job import Job, LossFunction
-from meshloom.random import derive, model_seed, preserved_draws, seed_everything
+from meshloom.random import derive, preserved_draws, seed_everything
 
 
-def capture(job: Job, batches: tuple[Any, Any], *, training: bool = True) -> Program:
+def capture(job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype: torch.dtype | None = None) -> Program:
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if there is none.
 
     The loss is read twice, under different data and seeds; what differs would be frozen in the program, so it is refused.
+    dtype: convert the model and the batches to it first.
     """
-    with preserved_draws():
-        seed_everything(model_seed(job.seed))
-        model = job.model()
-    if not isinstance(model, nn.Module):
-        raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
-    model.train(training)
-    return capture_module(model, job.loss, batches)
+    return capture_module(build_model(job, dtype, training=training), job.loss, batches, dtype=dtype)
 
 
-def capture_module(model: nn.Module, loss: LossFunction, batches: tuple[Any, Any]) -> Program:
+def capture_module(model: nn.Module, loss: LossFunction, batches: tuple[Any, Any], *, dtype: torch.dtype | None = None) -> Program:
     """The same for a module that is there already. Its tensors stay as they are; plain attributes that its forward changes do not."""
+    batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     leaves = leaves_of(batches[0]), leaves_of(batches[1])
     _check_shapes(*leaves)
     started = plain_attributes(model)
-    with preserved_draws():
+    with preserved_draws(), default_precision(dtype):
         exported: list[Exported] = []
         for number, each in enumerate(leaves):
             seed_everything(derive("capture", number))
             check = check_draws()
             exported.append(export(model, _loss_of(loss, each), list(each.tensors.values())))
             check(lambda: export(model, _loss_of(loss, each), list(each.tensors.values())))  # noqa: B023  # called at once
-    _check_attributes(model, loss, leaves, started, exported[1].changed)
-    device = _device(model, leaves[0])
-    first, second = (build(each, model, leaf.tensors, device) for each, leaf in zip(exported, leaves, strict=True))
+        _check_attributes(model, loss, leaves, started, exported[1].changed)
+        device = _device(model, leaves[0])
+        first, second = (build(each, model, leaf.tensors, device, dtype) for each, leaf in zip(exported, leaves, strict=True))
     check_equal(first, second)
     return first
 

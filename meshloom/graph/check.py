@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from meshloom.errors import CaptureError
 from meshloom.graph.export import WAY_OUT
 from meshloom.graph.leaves import leaves_of
+from meshloom.graph.precision import build_model, default_precision, in_precision
 from meshloom.graph.program import Program
-from meshloom.job import LossFunction
+from meshloom.job import Job, LossFunction
 from meshloom.random import KeyedDraws, derive, preserved_draws, seed_everything
 
 # The same operators run in the same order; where gradients of one tensor meet, their sum may have another order.
@@ -38,7 +39,16 @@ class _Ran:
     buffers: dict[str, Tensor]
 
 
-def check_against_eager(program: Program, model: nn.Module, loss: LossFunction, batches: Sequence[Any], *, tolerance: float | None = None) -> Difference:
+def check_against_eager(program: Program, job: Job, batches: Sequence[Any], *, tolerance: float | None = None) -> Difference:
+    """Run the program and the job's own model on each of `batches`; raise `CaptureError` where they differ, naming the first module that does.
+
+    The model is in the precision that the program was captured in. tolerance: as in `check_against_module`.
+    """
+    model = build_model(job, program.precision, training=program.training)
+    return check_against_module(program, model, job.loss, batches, tolerance=tolerance)
+
+
+def check_against_module(program: Program, model: nn.Module, loss: LossFunction, batches: Sequence[Any], *, tolerance: float | None = None) -> Difference:
     """Run both on each of `batches`, one after another; raise `CaptureError` where they differ. The model stays as it is.
 
     tolerance: largest ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Default: by the model's lowest precision.
@@ -47,8 +57,9 @@ def check_against_eager(program: Program, model: nn.Module, loss: LossFunction, 
     worst = Difference(0.0, "the loss")
     eager, mirror = _copied(model), {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     parameters = {name: parameter.detach().clone().requires_grad_(parameter.requires_grad) for name, parameter in model.named_parameters()}
-    with preserved_draws():
+    with preserved_draws(), default_precision(program.precision):
         for number, batch in enumerate(batches):
+            batch = in_precision(batch, program.precision)
             seed = derive("check", number)
             expected = _eager(eager, loss, batch, seed)
             found = _program(program, parameters, mirror, batch, seed)
@@ -75,7 +86,7 @@ def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int) -> _Ran:
     seed_everything(seed)
     with KeyedDraws():
         outputs = tree_leaves(loss(model, _cloned(batch)))
-        outputs[0].sum().backward()  # checkpointed blocks want backward, not autograd.grad, and draw again in it
+        _backward(outputs)  # checkpointed blocks draw again in it
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.requires_grad}
     return _Ran(_detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 
@@ -85,9 +96,15 @@ def _program(program: Program, parameters: Mapping[str, Tensor], buffers: Mappin
         parameter.grad = None
     seed_everything(seed)
     outputs = tree_leaves(program.run(parameters, buffers, batch))
-    outputs[0].sum().backward()
+    _backward(outputs)
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad}
     return _Ran(_detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in buffers.items()})
+
+
+def _backward(outputs: list[Any]) -> None:
+    """Of the loss, if it has a gradient; checkpointed blocks want backward rather than autograd.grad."""
+    if isinstance(outputs[0], Tensor) and outputs[0].requires_grad:
+        outputs[0].sum().backward()
 
 
 def _cloned(batch: Any) -> Any:

@@ -162,15 +162,28 @@ class _Rewriter:
         first, rest = self._read(operand), fx.map_arg(node.args[1:], self._read)
         kwargs = fx.map_arg(node.kwargs, self._read)
         if name == "copy_" and isinstance(node.args[1], fx.Node):
-            source = self._shape(node.args[1])
-            if source.shape == was.shape and source.dtype == was.dtype and operand in self.viewed:
-                return self._read(node.args[1])
+            return self._copied(node, was, self._shape(node.args[1]), viewed=operand in self.viewed)
         function = _functional(node)
         if function is not None and name not in _RUN_ON_A_COPY and self._gives(function, node, was):
             made = self.graph.call_function(function, (first, *rest), kwargs)
         else:
             made = self.graph.call_function(out_of_place, (node.target, first, *rest), kwargs)
         return self._made(node, made)
+
+    def _copied(self, node: fx.Node, was: Shape, source: Shape, *, viewed: bool) -> fx.Node:
+        """The source of a `copy_`, with the dtype and shape of what it is copied to; a tensor of its own unless it is written into another."""
+        made = self._read(node.args[1])  # type: ignore[arg-type]  # a node: the caller looked
+        steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        if source.dtype != was.dtype or source.device != was.device:
+            steps.append((aten.to.device, (was.device, was.dtype), {}))
+        if source.shape != was.shape:
+            steps.append((aten.expand.default, (list(was.shape),), {}))
+        if not viewed:
+            steps.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
+        for function, args, kwargs in steps:
+            made = self.graph.call_function(function, (made, *args), kwargs)
+            made.meta = dict(node.meta)
+        return made
 
     def _gives(self, function: Any, node: fx.Node, was: Shape) -> bool:
         """Whether the out-of-place operator gives the dtype and shape that the in-place one keeps."""

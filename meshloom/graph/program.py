@@ -34,6 +34,7 @@ class Program:
     updates: buffer name -> value it is given when the program has run.
     in_place: buffers that operators update as they run (running statistics).
     device: that on which it was captured. training: whether the module was in training mode.
+    precision: to which model and batch were converted for it; None: the job's own.
     """
 
     parameters: Mapping[str, Variable]
@@ -47,6 +48,7 @@ class Program:
     in_place: frozenset[str]
     device: torch.device
     training: bool
+    precision: torch.dtype | None = None
     _runners: dict[Any, Runner] = field(default_factory=dict, repr=False, compare=False)
 
     def run(
