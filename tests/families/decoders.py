@@ -57,7 +57,7 @@ DECODERS = [
     _decoder("qwen2", "biases on q, k, v only; tied head", "Qwen2ForCausalLM", {**_PLAIN, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     _decoder("qwen3", "a norm on every query and key", "Qwen3ForCausalLM", _GROUPED),
     _decoder("gemma2", "soft-capped scores and logits; norms before and after; a window in every second layer", "Gemma2ForCausalLM",
-             {**_GROUPED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4, "sliding_window": 3,
+             {**_GROUPED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4, "sliding_window": 5,
               "attn_implementation": "eager"}),
     _decoder("gemma3", "windows and whole layers turn at different speeds", "Gemma3ForCausalLM",
              {**_GROUPED, "query_pre_attn_scalar": 4, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},

@@ -9,7 +9,9 @@ from tests.families.samples import TOKENS, next_words, translations
 
 
 def _mixture(name: str, notes: str, model: str, settings: dict[str, Any]) -> Family:
-    return from_transformers(name, "experts", notes, model, next_words, {**TOKENS, "use_cache": False, "experts_implementation": "batched_mm", **settings})
+    return from_transformers(
+        name, "experts", notes, model, next_words, {**TOKENS, "use_cache": False, "experts_implementation": "batched_mm", **settings}
+    )
 
 
 _BASE: dict[str, Any] = {

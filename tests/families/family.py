@@ -99,6 +99,7 @@ def _adjust(config: Any, rate: float) -> None:
     Written past the classes' own checks: some want a whole number for a rate. Whole layers are never skipped at random: that is
     decided in Python.
     """
+    vars(config)["initializer_range"] = 0.2  # some configurations lack it, and it is looked for all the same
     for key, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             _adjust(value, rate)
@@ -107,7 +108,7 @@ def _adjust(config: Any, rate: float) -> None:
                 vars(config)[key] = 0.0
             elif "drop" in key:
                 vars(config)[key] = rate
-            elif key in ("initializer_range", "init_std"):
+            elif key == "init_std":
                 vars(config)[key] = 0.2
         elif "drop" in key and isinstance(value, list | tuple):
             vars(config)[key] = type(value)(rate for _ in value)

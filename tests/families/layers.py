@@ -16,7 +16,9 @@ from tests.jobs import Samples
 CLASSES = 5
 
 
-def _layers(name: str, notes: str, build: Callable[[float], nn.Module], samples: Callable[[], Samples], loss: Callable[..., Loss] | None = None) -> Family:
+def _layers(
+    name: str, notes: str, build: Callable[[float], nn.Module], samples: Callable[[], Samples], loss: Callable[..., Loss] | None = None
+) -> Family:
     return family_of(name, "torch.nn", notes, build, loss or _class_loss, samples)
 
 
@@ -71,7 +73,11 @@ class _Translator(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor, y: Tensor) -> Tensor:
         later = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool, device=y.device).triu(1)
-        return self.head(self.layers(self.embed(x), self.embed(y), tgt_mask=later, src_key_padding_mask=padding, memory_key_padding_mask=padding))
+        return self.head(
+            self.layers(
+                self.embed(x), self.embed(y), tgt_mask=later, tgt_is_causal=True, src_key_padding_mask=padding, memory_key_padding_mask=padding
+            )
+        )
 
 
 class _Attention(nn.Module):
@@ -172,9 +178,13 @@ LAYERS = [
     ], lambda: sound(41)),
     _stack("conv2d", "depthwise, transposed, pooled; batch norm", lambda rate: [
         nn.Conv2d(3, 7, 3, padding=1, bias=False), nn.BatchNorm2d(7), nn.ReLU(inplace=True), nn.MaxPool2d(2, ceil_mode=True),
-        nn.Conv2d(7, 7, 3, groups=7), nn.SELU(), nn.ConvTranspose2d(7, 5, 3, stride=2, output_padding=1), nn.BatchNorm2d(5, momentum=None),
+        nn.Conv2d(7, 7, 3, groups=7), nn.SELU(), nn.ConvTranspose2d(7, 5, 3, stride=2, output_padding=1), nn.BatchNorm2d(5),
         nn.Hardswish(), nn.Dropout2d(rate), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(20, CLASSES),
     ], lambda: pictures(13, 11)),
+    _stack("batch_norm", "running statistics as plain means over all batches; statistics of the batch alone", lambda rate: [
+        nn.Conv1d(7, 9, 3), nn.BatchNorm1d(9, momentum=None), nn.Tanh(), nn.Conv1d(9, 5, 2), nn.BatchNorm1d(5, track_running_stats=False),
+        nn.Dropout(rate), nn.Flatten(), nn.Linear(50, CLASSES),
+    ], lambda: spectra(7, 13)),
     _stack("conv3d", "volumes, replicated borders, instance norm", lambda rate: [
         nn.Unflatten(1, (1, 3)), nn.Conv3d(1, 5, 3, padding=1, padding_mode="replicate"), nn.InstanceNorm3d(5, affine=True), nn.SiLU(),
         nn.Conv3d(5, 7, (2, 3, 3), stride=(1, 2, 2)), nn.Softplus(), nn.AvgPool3d((2, 1, 2)), nn.Dropout3d(rate), nn.Flatten(),

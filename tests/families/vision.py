@@ -13,7 +13,14 @@ from tests.jobs import Samples
 
 
 def _vision(
-    name: str, notes: str, model: str, settings: dict[str, Any], *, height: int = 21, width: int | None = None, samples: Callable[[], Samples] | None = None
+    name: str,
+    notes: str,
+    model: str,
+    settings: dict[str, Any],
+    *,
+    height: int = 21,
+    width: int | None = None,
+    samples: Callable[[], Samples] | None = None,
 ) -> Family:
     """`height` x `width` pictures of five classes unless `samples` says otherwise."""
     pixels = samples or (lambda: pictures_in_classes(height, width or height))
@@ -35,7 +42,14 @@ def _depths() -> Samples:
     return Samples(pixel_values=pictures(32, 32), labels=torch.rand(NUM_SAMPLES, 32, 32, generator=generator(31)))
 
 
-_VIT: dict[str, Any] = {"hidden_size": 15, "intermediate_size": 29, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 21, "patch_size": 7}
+_VIT: dict[str, Any] = {
+    "hidden_size": 15,
+    "intermediate_size": 29,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "image_size": 21,
+    "patch_size": 7,
+}
 _PYRAMID: dict[str, Any] = {
     "num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [6, 10], "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2],
     "mlp_ratios": [2, 2],
