@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
+from meshloom.errors import CaptureError
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.check import check_against_eager, check_against_module
 from meshloom.graph.program import Program
@@ -164,25 +166,48 @@ def test_entries_that_were_one_tensor_stay_two_inputs():
     model, loss = nn.Linear(3, 2), lambda model, batch: (model(batch["a"]) * model(batch["b"])).sum()
     same, a, b = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3)
     fresh = {"a": a, "b": b}
-    assert len(raw(model, loss, {"a": same, "b": same}).graph.find_nodes(op="placeholder")) >= 1
+    assert torch.equal(raw(model, loss, {"a": same, "b": same})(fresh), loss(model, {"a": b, "b": b}))  # one input for ever
     program = capture_module(model, loss, ({"a": same, "b": same}, {"a": a, "b": a}))
     assert torch.equal(run(program, model, fresh), loss(model, fresh))
 
 
-def test_regions_are_flat_where_raw_export_nests_them_and_loses_no_grad():
+def gradients(loss: Tensor, parameters: Any) -> list[Tensor | None]:
+    return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
+
+
+def test_grad_mode_inside_of_autocast_is_kept_where_raw_export_loses_it():
     build, loss, _ = OWN["autocast"]
     seed_everything(0)
     model = build()
     batch, other = batches_of(OWN["autocast"], 2)
-    exported = torch.export.export(Loss(model, loss), (batch,), strict=False)
+    expected = gradients(loss(model, batch), model.parameters())
+    exported = raw(model, loss, batch)
     assert any("wrap_with_autocast" in str(node.target) for node in exported.graph.nodes)
-    value = exported.module()(batch)
-    expected = loss(model, batch)
-    gradients = [torch.autograd.grad(each, list(model.parameters()) if each is expected else list(_raw_parameters(exported)), allow_unused=True) for each in (value, expected)] if False else None
-    assert gradients is None
+    named = dict(exported.named_parameters())
+    wrong = gradients(exported(batch), [named[f"model.{name}"] for name, _ in model.named_parameters()])
+    assert all(float((one - two).norm() / two.norm()) > 0.1 for one, two in zip(wrong, expected, strict=True))
     program = capture_module(model, loss, (batch, other))
-    assert torch.equal(run(program, model, batch), expected)
-    assert all(isinstance(node.target, torch._ops.OpOverload) or node.target.__name__ == "getitem" for node in program.nodes)
+    found = gradients(run(program, model, batch), model.parameters())
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    assert all(isinstance(node.target, torch._ops.OpOverload) or node.operator == "getitem" for node in program.nodes)
+
+
+def test_reentrant_checkpoint_has_a_gradient_where_raw_export_has_none():
+    build, loss, _ = OWN["checkpointed"]
+    model = build()
+    batch, other = batches_of(OWN["checkpointed"], 2)
+    assert not raw(model, loss, batch)(batch).requires_grad
+    assert run(capture_module(model, loss, (batch, other)), model, batch).requires_grad
+
+
+def test_threads_capture_one_after_another_where_raw_export_fails():
+    def in_threads(work: Any) -> list[Any]:
+        with ThreadPoolExecutor(3) as pool:
+            return [each.exception() for each in [pool.submit(work) for _ in range(3)]]
+
+    batch = torch.randn(4, 3)
+    loss = lambda model, batch: model(batch).sum()  # noqa: E731
+    assert in_threads(lambda: capture_module(nn.Linear(3, 2), loss, (batch, batch + 1))) == [None, None, None]
 
 
 def test_in_place_operators_are_gone_and_batch_norm_still_trains():
@@ -192,6 +217,9 @@ def test_in_place_operators_are_gone_and_batch_norm_still_trains():
     batch, other = batches_of(OWN["in_place"], 2)
     targets = [str(node.target) for node in raw(model, loss, batch).graph.nodes]
     assert "aten.relu_.default" in targets and "aten.add_.Tensor" in targets
+    decomposed = torch.export.export(Loss(model, loss), (batch,), strict=False).run_decompositions({}).module()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        decomposed(batch).backward()
     program = capture_module(model, loss, (batch, other))
     mutable = [node.operator for node in program.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)]
     assert mutable == []
@@ -206,7 +234,13 @@ def test_batch_size_device_and_default_dtype_are_not_baked_in():
 
     model, loss = Constructs(), lambda model, batch: model(batch).sum()
     batch = torch.randn(4, 3)
+    exported = raw(model, loss, batch)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        exported(torch.randn(5, 3))
+    assert "device(type='cpu')" in exported.code  # for ever
     program = capture_module(model, loss, (batch, torch.randn(4, 3)))
+    with pytest.raises(CaptureError, match=r"batch of the batch has shape \[5, 3\], and the program is for \[4, 3\]"):
+        run(program, model, torch.randn(5, 3))
     assert torch.equal(run(program, model, batch), loss(model, batch))
     on_meta = run(program, model, batch, device="meta")
     assert on_meta.device.type == "meta" and on_meta.shape == ()
@@ -249,7 +283,5 @@ def test_difference_from_eager_names_the_first_module():
     model = nn.Sequential(nn.Linear(3, 3), Traced(), nn.Linear(3, 2))
     loss = lambda model, batch: F.mse_loss(model(batch), torch.ones(4, 2))  # noqa: E731
     program = capture_module(model, loss, (torch.randn(4, 3), torch.randn(4, 3)))
-    from meshloom.errors import CaptureError
-
     with pytest.raises(CaptureError, match=r"the first module whose output differs is 1\."):
         check_against_module(program, model, loss, [torch.randn(4, 3)])

@@ -32,15 +32,17 @@ def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], de
         values |= {value: f"{'p' if names is exported.parameters else 'b'}_{_identifier(variables[name][0])}" for value, name in names.items()}
     named = {node: values.get(node.name, node.name) for node in pure.graph.nodes}
     output = next(node for node in pure.graph.nodes if node.op == "output")
-    real: dict[str, str] = {value: variables[name][0] for names, variables in ((exported.parameters, parameters), (exported.buffers, buffers)) for value, name in names.items()}
+    real: dict[str, str] = {
+        value: variables[name][0]
+        for names, variables in ((exported.parameters, parameters), (exported.buffers, buffers))
+        for value, name in names.items()
+    }
     used = {node.name for node in pure.graph.nodes if node.op == "placeholder" and node.users}
     return Program(
         parameters=_described(parameters, "p"),
         buffers=_described(buffers, "b"),
         constants={name: constant for name, constant in exported.constants.items() if name in used},
-        inputs=tuple(
-            Input(value=value, name=name, meta=_meta(likes[value])) for value, name in zip(exported.inputs, leaves, strict=True)
-        ),
+        inputs=tuple(Input(value=value, name=name, meta=_meta(likes[value])) for value, name in zip(exported.inputs, leaves, strict=True)),
         nodes=tuple(_nodes(pure.graph, inferred, named)),
         outputs=tuple(_value(each, named) for each in output.args[0]),
         out_spec=exported.out_spec,

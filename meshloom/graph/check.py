@@ -48,7 +48,9 @@ def check_against_eager(program: Program, job: Job, batches: Sequence[Any], *, t
     return check_against_module(program, model, job.loss, batches, tolerance=tolerance)
 
 
-def check_against_module(program: Program, model: nn.Module, loss: LossFunction, batches: Sequence[Any], *, tolerance: float | None = None) -> Difference:
+def check_against_module(
+    program: Program, model: nn.Module, loss: LossFunction, batches: Sequence[Any], *, tolerance: float | None = None
+) -> Difference:
     """Run both on each of `batches`, one after another; raise `CaptureError` where they differ. The model stays as it is.
 
     tolerance: largest ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Default: by the model's lowest precision.
@@ -82,7 +84,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int) -> _Ran:
     model.zero_grad(set_to_none=True)
-    named = {name: parameter for name, parameter in model.named_parameters()}
+    named = dict(model.named_parameters())
     seed_everything(seed)
     with KeyedDraws():
         outputs = tree_leaves(loss(model, _cloned(batch)))
@@ -123,7 +125,9 @@ def _difference(found: _Ran, expected: _Ran) -> Difference:
 
 def _differences(found: _Ran, expected: _Ran, floor: float) -> Iterator[Difference]:
     for number, (mine, theirs) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
-        yield Difference(_error(torch.as_tensor(mine), torch.as_tensor(theirs), 0.0), "the loss" if number == 0 else f"output {number} of the loss function")
+        yield Difference(
+            _error(torch.as_tensor(mine), torch.as_tensor(theirs), 0.0), "the loss" if number == 0 else f"output {number} of the loss function"
+        )
     for name, theirs in expected.gradients.items():
         mine = found.gradients[name]
         if mine is None or theirs is None:
@@ -154,7 +158,14 @@ def _tolerance(program: Program) -> float:
 
 
 def _first_difference(
-    program: Program, model: nn.Module, loss: LossFunction, batch: Any, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], seed: int, limit: float
+    program: Program,
+    model: nn.Module,
+    loss: LossFunction,
+    batch: Any,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    seed: int,
+    limit: float,
 ) -> str:
     """Names the first module, in order of execution, none of whose values in the program is its eager output."""
     model.load_state_dict({**model.state_dict(), **{name: each.detach() for name, each in parameters.items()}}, strict=False)

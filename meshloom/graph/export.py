@@ -7,6 +7,7 @@ context it was made in. The same hook notes the line.
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import types
@@ -43,6 +44,7 @@ class Exported:
     inputs: placeholders of the batch's leaves, in order.
     out_spec: how the outputs are arranged.
     changed: plain attributes that the forward changed: (module, attribute, before, after).
+    left: what it left in them: (module, attribute, value). Export puts back what was there before.
     """
 
     graph: fx.Graph
@@ -52,6 +54,7 @@ class Exported:
     inputs: list[str]
     out_spec: TreeSpec
     changed: list[Changed]
+    left: list[tuple[str, str, Any]]
 
 
 def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor]) -> Exported:
@@ -67,8 +70,7 @@ def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[
         raise
     except Exception as error:
         raise CaptureError(_explain(error)) from error
-    assert seen.out_spec is not None
-    return _read(exported, seen.out_spec, seen.changed)
+    return _read(exported, seen)
 
 
 def context_of(node: fx.Node) -> Context:
@@ -99,6 +101,7 @@ class _Seen:
 
     out_spec: TreeSpec | None = None
     changed: list[Changed] = field(default_factory=list)
+    left: list[tuple[str, str, Any]] = field(default_factory=list)
 
 
 class _Loss(nn.Module):
@@ -116,6 +119,7 @@ class _Loss(nn.Module):
         with _noting(), _whole_attributes(self.model):
             value = self._loss(self.model, leaves)
         self._seen.changed = changed_attributes(before, plain_attributes(self.model))
+        self._seen.left = [(path, name, copy.copy(vars(self.model.get_submodule(path)).get(name))) for path, name, _, _ in self._seen.changed]
         flat, self._seen.out_spec = tree_flatten(value)
         return tuple(flat)
 
@@ -227,7 +231,8 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _read(exported: ExportedProgram, out_spec: TreeSpec, changed: list[Changed]) -> Exported:
+def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
+    assert seen.out_spec is not None
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
@@ -250,7 +255,14 @@ def _read(exported: ExportedProgram, out_spec: TreeSpec, changed: list[Changed])
         if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
             raise CaptureError(f"{node.target} at {describe_line(line_of(node))} is control flow or a kernel that a program cannot hold. {WAY_OUT}")
     return Exported(
-        graph=graph, parameters=parameters, buffers=buffers, constants=constants, inputs=inputs, out_spec=out_spec, changed=changed
+        graph=graph,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        inputs=inputs,
+        out_spec=seen.out_spec,
+        changed=seen.changed,
+        left=seen.left,
     )
 
 

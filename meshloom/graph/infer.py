@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,13 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
                     ) from error
                 if counter.count > before:
                     draws[node] = counter.count - before
-            shapes[node] = tuple(shape_of(leaf) for leaf in tree_leaves(values.get(node)) if isinstance(leaf, Tensor))
+            tensors = [leaf for leaf in tree_leaves(values.get(node)) if isinstance(leaf, Tensor)]
+            if not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
+                raise CaptureError(
+                    f"The shape of what {node.target} gives at {describe_line(line_of(node))} depends on the values in the batch, "
+                    f"so no one program computes it. Keep the shape, with torch.where or a mask. {WAY_OUT}"
+                )
+            shapes[node] = tuple(map(shape_of, tensors))
     return Inferred(shapes=shapes, draws=draws)
 
 
@@ -84,18 +90,11 @@ def _like(shape: Shape) -> Tensor:
 def shape_of(tensor: Tensor) -> Shape:
     """What a tensor is without its values."""
     return Shape(
-        shape=_numbers(tensor.shape),
+        shape=tuple(tensor.shape),
         dtype=tensor.dtype,
-        stride=_numbers(tensor.stride()),
-        offset=int(tensor.storage_offset()),
+        stride=tuple(tensor.stride()),
+        offset=tensor.storage_offset(),
         storage=tensor.untyped_storage()._cdata,
         requires_grad=tensor.requires_grad,
         device=tensor.device,
     )
-
-
-def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
-    for size in sizes:
-        if not isinstance(size, int):
-            raise CaptureError(f"A tensor's shape depends on the values in the batch ({list(map(str, sizes))}), so no one program computes it. {WAY_OUT}")
-    return tuple(sizes)

@@ -196,7 +196,8 @@ class _Rewriter:
                 return False
             made[each] = probe.placeholder(each.name)
             likes[made[each].name] = shapes[0]
-        call = probe.call_function(function, fx.map_arg(node.args, made.__getitem__), fx.map_arg({key: value for key, value in node.kwargs.items() if key != "out"}, made.__getitem__))
+        kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
+        call = probe.call_function(function, *fx.map_arg((node.args, kwargs), made.__getitem__))
         call.meta = dict(node.meta)
         shape = infer(probe, likes).shapes[call]
         return len(shape) == 1 and shape[0].dtype == was.dtype and shape[0].shape == was.shape

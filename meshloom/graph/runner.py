@@ -43,7 +43,9 @@ class Listing(Protocol):
 class Runner:
     """A compiled program."""
 
-    def __init__(self, program: Listing, function: Callable[..., Any], constants: list[Tensor], device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, program: Listing, function: Callable[..., Any], constants: list[Tensor], device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         self._function = function
         self._parameters = [each.name for each in _used(program, program.parameters)]
         self._buffers = [each.name for each in _used(program, program.buffers)]
@@ -75,7 +77,9 @@ def compile_program(program: Listing, device: torch.device, dtype: torch.dtype |
     dtype: lift everything of floating-point to it. visiting: call `visit` with every node and its value.
     """
     if dtype is not None and dtype not in (torch.float32, torch.float64):
-        raise CaptureError(f"A program is lifted to torch.float32 or torch.float64, not to {dtype}. For a lower precision, capture a job whose model has it.")
+        raise CaptureError(
+            f"A program is lifted to torch.float32 or torch.float64, not to {dtype}. For a lower precision, capture a job whose model has it."
+        )
     graph = fx.Graph()
     entered, visit = graph.placeholder("entered"), graph.placeholder("visit")
     state = [*_used(program, program.parameters), *_used(program, program.buffers)]
@@ -120,8 +124,10 @@ def _built(value: Any, made: Mapping[str, fx.Node], captured_on: torch.device, d
     if isinstance(value, Ref):
         return made[value.name]
     if isinstance(value, tuple | list):
-        return [_built(each, made, captured_on, device, dtype) for each in value] if not isinstance(value, tuple) else tuple(
-            _built(each, made, captured_on, device, dtype) for each in value
+        return (
+            [_built(each, made, captured_on, device, dtype) for each in value]
+            if not isinstance(value, tuple)
+            else tuple(_built(each, made, captured_on, device, dtype) for each in value)
         )
     if isinstance(value, dict):
         return {key: _built(each, made, captured_on, device, dtype) for key, each in value.items()}
@@ -144,5 +150,3 @@ def _used(program: Listing, variables: Mapping[str, Any]) -> list[Any]:
     names = {ref.name for node in program.nodes for ref in node.operands()}
     names |= {ref.name for ref in refs_in((*program.outputs, *program.updates.values()))}
     return [each for each in variables.values() if each.value in names]
-
-

@@ -15,7 +15,20 @@ from meshloom.graph.infer import Shape
 
 aten = torch.ops.aten
 
-_RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "_unsafe_view", "view_as", "reshape_as", "ravel", "expand", "expand_as"}
+_RESHAPES = {
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "unsqueeze",
+    "squeeze",
+    "_unsafe_view",
+    "view_as",
+    "reshape_as",
+    "ravel",
+    "expand",
+    "expand_as",
+}
 _SWAPS = {"t", "transpose", "numpy_T", "mT", "matrix_H", "swapaxes", "swapdims", "mH"}
 _SPLITS = {"split", "chunk", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit"}
 
