@@ -57,10 +57,10 @@ def test_a_step_is_finite_and_repeats_itself(family: Family):
 
 
 @every
-@pytest.mark.parametrize(("plan", "dropout"), [("dp=2", False), ("dp=2,microbatches=2,zero=1", True)])
-def test_a_data_parallel_plan_equals_one_device(family: Family, plan: str, dropout: bool):
-    # Chunks of 2 and 1 samples; of 1, 1, 1 and none.
-    report = verified(family, Plan.parse(plan), dropout=dropout)
+@pytest.mark.parametrize(("plan", "batch_size", "dropout"), [("dp=2", 3, False), ("dp=2,microbatches=2,zero=1", 6, True)])
+def test_a_data_parallel_plan_equals_one_device(family: Family, plan: str, batch_size: int, dropout: bool):
+    # Chunks of 2 and 1 samples; of 2, 2, 1 and 1.
+    report = verified(family, Plan.parse(plan), dropout=dropout, batch_size=batch_size)
     assert report.passed, report
 
 

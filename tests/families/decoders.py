@@ -8,8 +8,9 @@ from tests.families.family import Family, from_transformers
 from tests.families.samples import TOKENS, next_words
 
 
-def _decoder(name: str, notes: str, model: str, settings: dict[str, Any], *, config: str | None = None) -> Family:
-    return from_transformers(name, "decoder", notes, model, next_words, {**TOKENS, "use_cache": False, **settings}, config=config)
+def _decoder(name: str, notes: str, model: str, settings: dict[str, Any], *, config: str | None = None, drops: bool = True) -> Family:
+    settings = {**TOKENS, "use_cache": False, **settings}
+    return from_transformers(name, "decoder", notes, model, next_words, settings, config=config, drops=drops)
 
 
 # Two layers; six query heads of 4 on a width of 30, so that nothing divides anything by accident.
@@ -70,8 +71,8 @@ DECODERS = [
     _decoder("olmo2", "norms behind the layers; one norm over all heads' queries", "Olmo2ForCausalLM", _PLAIN),
     _decoder("cohere", "interleaved rotation; scaled logits; a norm per head", "CohereForCausalLM", {**_PLAIN, "use_qk_norm": True}),
     _decoder("nemotron", "squared ReLU; norms whose weight is counted from one", "NemotronForCausalLM", {**_PLAIN, **_rotary(0.5)}),
-    _decoder("diffllama", "the difference of two softmaxes", "DiffLlamaForCausalLM",
-             {**_PLAIN, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}),
+    _decoder("diffllama", "the difference of two softmaxes, which its class allows no dropout for", "DiffLlamaForCausalLM",
+             {**_PLAIN, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}, drops=False),
     _decoder("granite", "constant multipliers on embedding, scores, residuals and logits", "GraniteForCausalLM",
              {**_PLAIN, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.0}),
     _decoder("ctrl", "sinusoidal positions kept as a plain attribute", "CTRLLMHeadModel",

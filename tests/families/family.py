@@ -62,10 +62,12 @@ def from_transformers(
     *,
     config: str | None = None,
     loss: Callable[[Any, Any], Loss] | None = None,
+    drops: bool = True,
 ) -> Family:
     """A family whose model class in `transformers` is `model`, with a random start from `config(**settings)`.
 
     config: default is the model's own class of configurations. loss: default is the model's own loss.
+    drops: whether the class takes a dropout rate above 0.
     """
 
     def build(rate: float) -> nn.Module:
@@ -73,7 +75,7 @@ def from_transformers(
 
         kind_of_model = getattr(transformers, model)
         made = (getattr(transformers, config) if config else kind_of_model.config_class)(**settings)
-        _adjust(made, rate)
+        _adjust(made, rate if drops else 0.0)
         built = kind_of_model(made)
         _fill_tokens(built)
         return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,10 +56,10 @@ def operators(module: LossModule, batch: Any) -> set[str]:
     return {str(target.overloadpacket) for target in targets if isinstance(target, torch._ops.OpOverload)}
 
 
-def verified(family: Family, plan: Plan, *, dropout: bool = False) -> Report:
+def verified(family: Family, plan: Plan, *, dropout: bool = False, batch_size: int = 3) -> Report:
     """Two steps of the plan on simulated devices against one device, in float64 where the family's code allows it."""
     dtype = None if family.name in FLOAT32_ONLY else torch.float64
-    report = verify(family.make_job(dropout), plan, devices="simulated", steps=2, dtype=dtype)
+    report = verify(replace(family.make_job(dropout), batch_size=batch_size), plan, devices="simulated", steps=2, dtype=dtype)
     assert report is not None
     return report
 
