@@ -210,7 +210,8 @@ def test_threads_capture_one_after_another_where_raw_export_fails():
     assert in_threads(lambda: capture_module(nn.Linear(3, 2), loss, (batch, batch + 1))) == [None, None, None]
 
 
-def test_in_place_operators_are_gone_and_batch_norm_still_trains():
+def test_in_place_operators_are_gone_and_batch_norm_still_trains(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # decomposing shows progress, and would leave a thread behind
     build, loss, _ = OWN["in_place"]
     seed_everything(0)
     model = build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy
@@ -20,6 +21,11 @@ def plain_attributes(model: nn.Module) -> dict[tuple[str, str], str]:
         for attribute, value in list(vars(module).items())
         if attribute not in _TORCHS_OWN and (text := _text(value)) is not None
     }
+
+
+def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """The same values themselves; lists and the like are copies."""
+    return {(name, attribute): copy.copy(vars(model.get_submodule(name))[attribute]) for name, attribute in plain_attributes(model)}
 
 
 def changed_attributes(before: dict[tuple[str, str], str], after: dict[tuple[str, str], str]) -> list[Changed]:

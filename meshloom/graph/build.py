@@ -20,24 +20,20 @@ def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], de
     parameters = _variables(model.named_parameters(remove_duplicate=False))
     buffers = _variables(model.named_buffers(remove_duplicate=False))
     tensors: dict[str, Tensor] = dict(exported.constants)
-    for names, variables in ((exported.parameters, parameters), (exported.buffers, buffers)):
-        tensors |= {value: variables[name][1] for value, name in names.items()}
+    first: dict[str, str] = {}  # placeholder -> first name of its tensor, however it is tied
+    values: dict[str, str] = {}  # placeholder -> name of its value
+    for prefix, names, variables in (("p", exported.parameters, parameters), ("b", exported.buffers, buffers)):
+        for value, name in names.items():
+            first[value], tensors[value] = variables[name]
+            values[value] = f"{prefix}_{_identifier(first[value])}"
     likes = {name: shape_of(tensor) for name, tensor in tensors.items()}
     likes |= {value: shape_of(leaf.detach().clone()) for value, leaf in zip(exported.inputs, leaves.values(), strict=True)}
     pure = without_mutation(exported, likes)
     inferred = infer(pure.graph, likes)
-    # A tied parameter has a placeholder per name; all are the value of its first name.
-    values: dict[str, str] = {}
-    for names, variables in ((exported.parameters, parameters), (exported.buffers, buffers)):
-        values |= {value: f"{'p' if names is exported.parameters else 'b'}_{_identifier(variables[name][0])}" for value, name in names.items()}
-    named = {node: values.get(node.name, node.name) for node in pure.graph.nodes}
-    output = next(node for node in pure.graph.nodes if node.op == "output")
-    real: dict[str, str] = {
-        value: variables[name][0]
-        for names, variables in ((exported.parameters, parameters), (exported.buffers, buffers))
-        for value, name in names.items()
-    }
-    used = {node.name for node in pure.graph.nodes if node.op == "placeholder" and node.users}
+    nodes: list[Any] = list(pure.graph.nodes)
+    named: dict[fx.Node, str] = {node: str(values.get(node.name, node.name)) for node in nodes}
+    output = next(node for node in nodes if node.op == "output")
+    used = {node.name for node in nodes if node.op == "placeholder" and node.users}
     return Program(
         parameters=_described(parameters, "p"),
         buffers=_described(buffers, "b"),
@@ -46,8 +42,8 @@ def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], de
         nodes=tuple(_nodes(pure.graph, inferred, named)),
         outputs=tuple(_value(each, named) for each in output.args[0]),
         out_spec=exported.out_spec,
-        updates={real[value]: Ref(named[node]) for value, node in pure.updates.items()},
-        in_place=frozenset(real[value] for value in pure.in_place),
+        updates={first[value]: Ref(named[node]) for value, node in pure.updates.items()},
+        in_place=frozenset(first[value] for value in pure.in_place),
         device=device,
         training=model.training,
         precision=precision,

@@ -59,15 +59,14 @@ def _export_twice(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Le
         return exported
 
     first = read_seeded(0)
-    before = {(path, name): vars(model.get_submodule(path))[name] for path, name, _ in first.left}
     try:
-        for path, name, value in first.left:
-            vars(model.get_submodule(path))[name] = value
+        for path, name, _, after in first.left:
+            vars(model.get_submodule(path))[name] = after
         second = read_seeded(1)
         steady = read_seeded(0) if first.left and not second.changed else first
     finally:
-        for (path, name), value in before.items():
-            vars(model.get_submodule(path))[name] = value
+        for path, name, before, _ in first.left:
+            vars(model.get_submodule(path))[name] = before
     for changed in [*(each for each in first.changed if each[1] == "training"), *second.changed]:
         raise _refuse_attribute(model, changed, lambda: read(1))
     return steady, second

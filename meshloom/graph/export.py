@@ -7,7 +7,6 @@ context it was made in. The same hook notes the line.
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 import types
@@ -26,12 +25,13 @@ from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.errors import CaptureError
-from meshloom.graph.attributes import Changed, changed_attributes, plain_attributes
+from meshloom.graph.attributes import Changed, changed_attributes, plain_attributes, plain_values
 from meshloom.graph.contexts import Autocast, Context
 from meshloom.graph.lines import Line, line_here, line_of_error
 
 WAY_OUT = "Plans with dp alone run the module as it is and need no program."
-_META = "custom"  # the one key of node.meta that export carries through all of its passes
+_torch: Any = torch  # for what torch keeps to itself
+META = "custom"  # the one key of node.meta that export carries through all of its passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Exported:
     inputs: placeholders of the batch's leaves, in order.
     out_spec: how the outputs are arranged.
     changed: plain attributes that the forward changed: (module, attribute, before, after).
-    left: what it left in them: (module, attribute, value). Export puts back what was there before.
+    left: what was in them before and after: (module, attribute, before, after). Export puts some of it back, and some not.
     """
 
     graph: fx.Graph
@@ -54,7 +54,7 @@ class Exported:
     inputs: list[str]
     out_spec: TreeSpec
     changed: list[Changed]
-    left: list[tuple[str, str, Any]]
+    left: list[tuple[str, str, Any, Any]]
 
 
 def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor]) -> Exported:
@@ -75,12 +75,12 @@ def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[
 
 def context_of(node: fx.Node) -> Context:
     """The context a node was made in."""
-    return node.meta.get(_META, {}).get("context", Context())
+    return node.meta.get(META, {}).get("context", Context())
 
 
 def line_of(node: fx.Node) -> Line | None:
     """The user's line that made a node."""
-    return node.meta.get(_META, {}).get("line")
+    return node.meta.get(META, {}).get("line")
 
 
 def path_of(node: fx.Node) -> str:
@@ -101,7 +101,7 @@ class _Seen:
 
     out_spec: TreeSpec | None = None
     changed: list[Changed] = field(default_factory=list)
-    left: list[tuple[str, str, Any]] = field(default_factory=list)
+    left: list[tuple[str, str, Any, Any]] = field(default_factory=list)
 
 
 class _Loss(nn.Module):
@@ -115,11 +115,12 @@ class _Loss(nn.Module):
         self._seen = seen
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
-        before = plain_attributes(self.model)
+        before, values = plain_attributes(self.model), plain_values(self.model)
         with _noting(), _whole_attributes(self.model):
             value = self._loss(self.model, leaves)
         self._seen.changed = changed_attributes(before, plain_attributes(self.model))
-        self._seen.left = [(path, name, copy.copy(vars(self.model.get_submodule(path)).get(name))) for path, name, _, _ in self._seen.changed]
+        now = plain_values(self.model)
+        self._seen.left = [(path, name, values[path, name], now.get((path, name))) for path, name, _, _ in self._seen.changed]
         flat, self._seen.out_spec = tree_flatten(value)
         return tuple(flat)
 
@@ -127,7 +128,7 @@ class _Loss(nn.Module):
 @contextmanager
 def _noting() -> Iterator[None]:
     """Give every node that is made its context and line, and keep regions out of the graph."""
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = _torch.overrides._get_current_function_mode_stack()
     mode: Any = next((each for each in modes if isinstance(each, PreDispatchTorchFunctionMode)), None)
     if mode is None:  # a run without tracing, which export makes of some modules
         yield
@@ -138,16 +139,16 @@ def _noting() -> Iterator[None]:
 
     def function(self: Any, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         nonlocal count
-        if func is torch.amp.autocast_mode._enter_autocast:
+        if func is _torch.amp.autocast_mode._enter_autocast:
             device, dtype, enabled, cache = args
             regions.append(Autocast(number=count, device=device, dtype=dtype, enabled=enabled, cache=cache))
             count += 1
             return None
-        if func is torch.amp.autocast_mode._exit_autocast:
+        if func is _torch.amp.autocast_mode._exit_autocast:
             regions.pop()
             return None
-        if func is torch._C._set_grad_enabled:
-            with torch._C.DisableTorchFunction():
+        if func is _torch._C._set_grad_enabled:
+            with _torch._C.DisableTorchFunction():
                 return func(*args)
         return recorded(func, kinds, args, kwargs)
 
@@ -155,7 +156,7 @@ def _noting() -> Iterator[None]:
         node = create_node(*args, **kwargs)
         key = tuple(regions), torch.is_grad_enabled()
         context = made.setdefault(key, Context(autocast=key[0], grad=key[1]))
-        node.meta[_META] = {"context": context, "line": line_here(2)}
+        node.meta[META] = {"context": context, "line": line_here(2)}
         return node
 
     recorded, create_node = mode.__torch_function__, mode.tracer.create_node
@@ -245,14 +246,15 @@ def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
         elif spec.kind is InputKind.BUFFER:
             buffers[name] = target
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[name] = exported.constants[spec.target or ""].detach().clone()
+            constant: Any = exported.constants[spec.target or ""]
+            constants[name] = constant.detach().clone()
         elif spec.kind is InputKind.USER_INPUT:
             inputs.append(name)
         else:
             raise CaptureError(f"The loss uses {spec.target}, which is neither a tensor nor a number, so it cannot be read. {WAY_OUT}")
     graph = exported.graph_module.graph
     for node in graph.nodes:
-        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op == "get_attr" or isinstance(node.target, _torch._ops.HigherOrderOperator):
             raise CaptureError(f"{node.target} at {describe_line(line_of(node))} is control flow or a kernel that a program cannot hold. {WAY_OUT}")
     return Exported(
         graph=graph,

@@ -89,12 +89,13 @@ def _like(shape: Shape) -> Tensor:
 
 def shape_of(tensor: Tensor) -> Shape:
     """What a tensor is without its values."""
+    storage: Any = tensor.untyped_storage()
     return Shape(
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         stride=tuple(tensor.stride()),
-        offset=tensor.storage_offset(),
-        storage=tensor.untyped_storage()._cdata,
+        offset=int(tensor.storage_offset()),
+        storage=storage._cdata,
         requires_grad=tensor.requires_grad,
         device=tensor.device,
     )

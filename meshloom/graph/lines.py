@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
-import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,10 @@ def line_of_error(trace: TracebackType | None) -> Line | None:
 
 def line_here(depth: int = 1) -> Line | None:
     """The user's line that is running now."""
-    return line_of_frame(sys._getframe(depth))
+    frame = inspect.currentframe()
+    for _ in range(depth):
+        frame = frame.f_back if frame else None
+    return line_of_frame(frame)
 
 
 def _line(frame: FrameType, number: int) -> Line:

@@ -18,8 +18,9 @@ from torch import fx
 
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import out_of_place
-from meshloom.graph.export import _META, WAY_OUT, Exported, describe_line, line_of
+from meshloom.graph.export import META, WAY_OUT, Exported, describe_line, line_of
 from meshloom.graph.infer import Inferred, Shape, infer
+from meshloom.graph.schemas import arguments_of, functional, functional_of_out, is_list, is_part, name_of, running_statistics
 from meshloom.graph.views import written
 
 aten = torch.ops.aten
@@ -69,6 +70,7 @@ class _Rewriter:
         self.same: dict[fx.Node, fx.Node] = {}  # result of an in-place operator -> its operand
         self.written_buffers: dict[fx.Node, None] = {}
         self.in_place: set[str] = set()
+        self.graded: set[int | None] = set()  # memory into which something with a gradient was written
         self.kept: set[fx.Node] = set()  # new nodes that do more than their result
 
     def rewrite(self) -> Pure:
@@ -91,7 +93,7 @@ class _Rewriter:
             viewed = next((each for each in node.all_input_nodes if self.inferred.storage(each) == storage), None)
             if viewed is not None:
                 self.viewed[node] = viewed
-        for buffer in _running_statistics(node):
+        for buffer in running_statistics(node):
             if buffer.op != "placeholder" or buffer.name not in self.exported.buffers:
                 raise self._refusal(node, "updates running statistics that are no buffers of the model")
             if buffer not in self.written_buffers:
@@ -103,7 +105,7 @@ class _Rewriter:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return None
-        found = [value for argument, value in _given(node) if argument.alias_info is not None and argument.alias_info.is_write]
+        found = [value for argument, value in arguments_of(node) if argument.alias_info is not None and argument.alias_info.is_write]
         tensors = [value for value in found if isinstance(value, fx.Node)]
         if len(found) != 1 or len(tensors) != 1 or tensors[0] not in (node.args[0] if node.args else None, node.kwargs.get("out")):
             raise self._refusal(node, "writes to more than one tensor")
@@ -112,7 +114,7 @@ class _Rewriter:
     def _write(self, node: fx.Node, operand: fx.Node) -> None:
         owner = self._owner(operand)
         self._check(node, operand, owner)
-        name = _name(node)
+        name = name_of(node)
         if name in _SHAPE_WRITES:
             self._change_shape(node, operand, name)
             return
@@ -124,18 +126,20 @@ class _Rewriter:
                 at = self.same[at]
                 continue
             viewed = self.viewed[at]
-            if _is_list(viewed):  # split(x)[i]: on to x
+            if is_list(viewed):  # split(x)[i]: on to x
                 viewed = self.viewed[viewed]
             before = self._read(viewed)
             up = written(self.graph, at, before, self._shape(viewed), self._shape(at), value)
             if up is None:
-                raise self._refusal(node, f"writes through {_name(at) if at.op == 'call_function' else at} into another tensor")
+                raise self._refusal(node, f"writes through {name_of(at) if at.op == 'call_function' else at} into another tensor")
             if up is not value:
                 up.meta = dict(node.meta)
             at, value = viewed, up
         storage = self.inferred.storage(at)
         assert storage is not None
         self.versions[storage] = self.versions.get(storage, 0) + 1
+        if self._shape(node).requires_grad:
+            self.graded.add(storage)
         self._put(at, value)
         if at.op == "placeholder" and at.name in self.exported.buffers:
             self.written_buffers[at] = None
@@ -147,27 +151,32 @@ class _Rewriter:
         if owner.op == "placeholder" and owner.name in self.exported.constants:
             raise self._refusal(node, "writes to a tensor that is an attribute but no buffer (register it with register_buffer)")
         hidden = not self._shape(operand).requires_grad and any(self._shape(each).requires_grad for each in self._trail(operand))
-        recorded = node.meta.get(_META, {}).get("context")
-        if _name(node) != "detach_" and ((recorded and not recorded.grad and shape.requires_grad) or hidden):
+        recorded = node.meta.get(META, {}).get("context")
+        if name_of(node) != "detach_" and ((recorded and not recorded.grad and shape.requires_grad) or hidden):
             raise self._refusal(node, "writes, without gradient, to a tensor that has one")
 
     def _new_value(self, node: fx.Node, operand: fx.Node, name: str) -> fx.Node:
         was = self._shape(operand)
         if "out" in node.kwargs:
-            function = _functional_of_out(node)
+            function = functional_of_out(node)
             if function is None or not self._gives(function, node, was):
                 raise self._refusal(node, "writes to out= what it would give otherwise in another shape or precision")
             others = {key: value for key, value in node.kwargs.items() if key != "out"}
             return self._made(node, self.graph.call_function(function, *fx.map_arg((node.args, others), self._read)))
         first, rest = self._read(operand), fx.map_arg(node.args[1:], self._read)
         kwargs = fx.map_arg(node.kwargs, self._read)
-        if name == "copy_" and isinstance(node.args[1], fx.Node):
+        # Overwriting all of a tensor that has a gradient leaves it a gradient of zeros, which copying in place gives, too.
+        graded = was.requires_grad or self.inferred.storage(operand) in self.graded
+        if name == "copy_" and isinstance(node.args[1], fx.Node) and (not graded or is_part(operand)):
             return self._copied(node, was, self._shape(node.args[1]), viewed=operand in self.viewed)
-        function = _functional(node)
+        if name == "zero_":
+            return self._made(node, self.graph.call_function(aten.fill.Scalar, (first, 0)))
+        function = functional(node)
         if function is not None and name not in _RUN_ON_A_COPY and self._gives(function, node, was):
             made = self.graph.call_function(function, (first, *rest), kwargs)
         else:
-            made = self.graph.call_function(out_of_place, (node.target, first, *rest), kwargs)
+            operator: Any = node.target
+            made = self.graph.call_function(out_of_place, (operator, first, *rest), kwargs)
         return self._made(node, made)
 
     def _copied(self, node: fx.Node, was: Shape, source: Shape, *, viewed: bool) -> fx.Node:
@@ -203,7 +212,7 @@ class _Rewriter:
         return len(shape) == 1 and shape[0].dtype == was.dtype and shape[0].shape == was.shape
 
     def _change_shape(self, node: fx.Node, operand: fx.Node, name: str) -> None:
-        function = _functional(node)
+        function = functional(node)
         if function is None or operand in self.viewed or any(operand in (each, self.same.get(each)) for each in self.viewed.values()):
             raise self._refusal(node, "changes the shape of a tensor that is a view, or has one")
         made = self.graph.call_function(function, (self._read(operand), *node.args[1:]), node.kwargs)
@@ -226,7 +235,7 @@ class _Rewriter:
     def _made(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """`made` in place of the old `node`. What draws stays even if nobody looks: the draws behind it are counted from there."""
         made.meta = dict(node.meta)
-        if node in self.inferred.draws or any(True for _ in _running_statistics(node)):
+        if node in self.inferred.draws or any(True for _ in running_statistics(node)):
             self.kept.add(made)
         return made
 
@@ -242,7 +251,7 @@ class _Rewriter:
         """A view, what it is a view of, and so on to the owner of the memory."""
         trail = [node]
         while (before := self.same.get(trail[-1]) or self.viewed.get(trail[-1])) is not None:
-            if not _is_list(before):
+            if not is_list(before):
                 trail.append(before)
             else:
                 trail.append(self.viewed[before])
@@ -257,56 +266,6 @@ class _Rewriter:
                 self.graph.erase_node(node)
 
     def _refusal(self, node: fx.Node, what: str) -> CaptureError:
-        return CaptureError(f"{_name(node)} at {describe_line(line_of(node))} {what}, which a program cannot hold. Write it out of place. {WAY_OUT}")
-
-
-def _functional(node: fx.Node) -> Any:
-    """The operator that does the same into a new tensor, if torch has it with the same arguments."""
-    target: Any = node.target
-    name = _name(node).removesuffix("_")
-    packet = getattr(aten, {"zero": "zeros_like", "normal": "normal_functional"}.get(name, name), None)
-    overload = getattr(packet, "default" if name == "zero" else target._overloadname, None) if packet is not None else None
-    if overload is None:
-        return None
-    if name == "zero":
-        return overload
-    wanted = [(each.name, str(each.type)) for each in target._schema.arguments]
-    return overload if [(each.name, str(each.type)) for each in overload._schema.arguments][: len(wanted)] == wanted else None
-
-
-def _functional_of_out(node: fx.Node) -> Any:
-    """The operator that gives what `node` writes to its `out`."""
-    target: Any = node.target
-    wanted = [(each.name, str(each.type)) for each in target._schema.arguments if each.name != "out"]
-    packet = target.overloadpacket
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    return next((each for each in overloads if [(one.name, str(one.type)) for one in each._schema.arguments] == wanted), None)
-
-
-def _running_statistics(node: fx.Node) -> Any:
-    """Buffers that batch norm or instance norm updates as it runs, though its schema does not say so."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return
-    given = {argument.name: value for argument, value in _given(node)}
-    if given.get("training") or given.get("use_input_stats"):
-        for name in ("running_mean", "running_var"):
-            if isinstance(given.get(name), fx.Node):
-                yield given[name]
-
-
-def _given(node: fx.Node) -> list[tuple[Any, Any]]:
-    target: Any = node.target
-    by_place = list(zip(target._schema.arguments, node.args, strict=False))
-    return by_place + [(argument, node.kwargs[argument.name]) for argument in target._schema.arguments if argument.name in node.kwargs]
-
-
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
-    return target._schema.name.removeprefix("aten::") if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
-
-
-def _is_list(node: fx.Node) -> bool:
-    """Whether a node gives several tensors, like split."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and len(schema.returns) == 1 and "List" in str(schema.returns[0].type)
+        return CaptureError(
+            f"{name_of(node)} at {describe_line(line_of(node))} {what}, which a program cannot hold. Write it out of place. {WAY_OUT}"
+        )

@@ -44,7 +44,8 @@ def written(graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Sha
     call = graph.call_function
     if view.target is operator.getitem:
         return _written_part(graph, view, source, of, was, new)
-    name = view.target._schema.name.removeprefix("aten::")
+    target: Any = view.target
+    name = target._schema.name.removeprefix("aten::")
     args = _arguments(view)
     if was.dtype != of.dtype:
         if name == "view_as_real":
@@ -58,7 +59,7 @@ def written(graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, was: Sha
         dims = [dim % len(of.shape) for dim in args["dims"]]
         return call(aten.permute.default, (new, [dims.index(dim) for dim in range(len(dims))]))
     if name == "movedim":
-        return call(view.target, (new, args["destination"], args["source"]))
+        return call(target, (new, args["destination"], args["source"]))
     if name in ("slice", "narrow"):
         dim = args["dim"] % len(of.shape)
         step = args.get("step", 1) if name == "slice" else 1
@@ -77,12 +78,12 @@ def _written_part(graph: fx.Graph, view: fx.Node, source: fx.Node, of: Shape, wa
     """The same for `split(x)[number]` and `unbind(x)[number]`, where `source` is x."""
     made: Any = view.args[0]
     name = made.target._schema.name.removeprefix("aten::")
-    args = _arguments(made)
-    dim = args.get("dim", 0) % len(of.shape)
+    dim: int = _arguments(made).get("dim", 0) % len(of.shape)
     if name == "unbind":
         return graph.call_function(aten.select_scatter.default, (source, new, dim, view.args[1]))
     if name in _SPLITS and of.stride[dim]:
-        dim = {"hsplit": min(1, len(of.shape) - 1), "vsplit": 0, "dsplit": 2}.get(name, dim)
+        if name in ("hsplit", "vsplit", "dsplit"):
+            dim = {"hsplit": min(1, len(of.shape) - 1), "vsplit": 0, "dsplit": 2}[name]
         return _scatter(graph, source, new, dim, (was.offset - of.offset) // of.stride[dim], was.shape[dim], 1)
     return None
 
