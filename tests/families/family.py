@@ -77,7 +77,7 @@ def from_transformers(
         made = (getattr(transformers, config) if config else kind_of_model.config_class)(**settings)
         _adjust(made, rate if drops else 0.0)
         built = kind_of_model(made)
-        _fill_tokens(built)
+        _fill(built)
         return built
 
     return family_of(name, kind, notes, build, loss or own_loss, samples)
@@ -88,10 +88,10 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
-def _fill_tokens(model: nn.Module) -> None:
-    """Extra tokens and positions that start as zeros get values: a norm of nothing multiplies gradients by a million."""
-    for name, parameter in model.named_parameters():
-        if ("token" in name or "position" in name) and parameter.ndim > 1 and not parameter.any():
+def _fill(model: nn.Module) -> None:
+    """What starts as zeros or nearly gets values, except vectors: a norm of nothing multiplies gradients by a million, and a matrix of zeros by nothing."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and parameter.detach().square().mean() < 1e-6:
             nn.init.normal_(parameter, std=0.2)
 
 
