@@ -21,6 +21,12 @@ class JobError(MeshloomError):
     exit_code = 2
 
 
+class CaptureError(MeshloomError):
+    """A loss that cannot be read as a program: what it does depends on more than its tensors, or is not written in tensors."""
+
+    exit_code = 2
+
+
 class DeviceError(MeshloomError):
     """Devices that were asked for and are not there."""
 

@@ -7,6 +7,7 @@ the plan, so this is reported with its reason and decides nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 from torch import nn
 
@@ -48,7 +49,7 @@ def _why(model: nn.Module, whole: StepRecord, chunked: StepRecord, tolerance: fl
     if any(" " not in drawn for chunk in chunked.chunks for drawn in chunk.draws):  # others are operations that may have drawn nothing
         reasons.append("random draws, such as dropout masks, belong to a chunk")
     if not reasons and (module := _first_that_mixes(whole, chunked, tolerance)) is not None:
-        reasons.append(f"samples of a batch interact in {module or 'the model'}")
+        reasons.append(f"samples of a batch interact in {module}" if module else _IN_THE_MODEL)
     if not reasons:
         reasons.append(
             "the loss of a batch is not the mean of its samples' losses; if it averages over something else, such as tokens, return (sum, weight)"
@@ -56,21 +57,31 @@ def _why(model: nn.Module, whole: StepRecord, chunked: StepRecord, tolerance: fl
     return " and ".join(reasons)
 
 
+_IN_THE_MODEL = (
+    "samples of a batch interact in the model's own forward, or the loss in it averages over something else than samples; if that is tokens, "
+    "return (sum, weight)"
+)
+
+
 def _uses_batch(module: nn.Module) -> bool:
     return bool(module.training) or getattr(module, "running_mean", None) is None
 
 
 def _first_that_mixes(whole: StepRecord, chunked: StepRecord, tolerance: float) -> str | None:
-    """The first module in order of execution whose outputs over all chunks do not add up to those on the whole batch."""
-    sums: dict[tuple[str, int], ModuleOutput] = {}
-    for chunk in chunked.chunks:
-        for output in chunk.modules:
-            key = output.name, output.call
-            sums[key] = add_outputs(sums[key], output) if key in sums else output
+    """The first module in order of execution whose outputs over all chunks do not add up to those on the whole batch.
+
+    What is the same in every chunk as on the whole batch, such as embedded positions, has no samples that could mix.
+    """
+    of_chunks: dict[tuple[str, int], list[ModuleOutput]] = {}
+    for output in (output for chunk in chunked.chunks for output in chunk.modules):
+        of_chunks.setdefault((output.name, output.call), []).append(output)
     for output in (output for chunk in whole.chunks for output in chunk.modules):
-        parts = sums.get((output.name, output.call))
-        if parts is not None and parts.count != output.count:
+        parts = of_chunks.get((output.name, output.call))
+        if not parts:
+            return output.name
+        together = reduce(add_outputs, parts)
+        if output.name and together.count != output.count:
             continue  # not an output per sample: a table of positions, a loss
-        if parts is None or output_differs(parts, output, tolerance):
+        if any(output_differs(part, output, tolerance) for part in parts) and output_differs(together, output, tolerance):
             return output.name
     return None

@@ -1,0 +1,84 @@
+"""The context a node runs in: whether gradients are recorded, and which autocast regions are open around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autocast:
+    """One autocast region of the loss, in order of entry. Casts of parameters are cached until the outermost one ends."""
+
+    number: int
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+    cache: bool
+
+    def __str__(self) -> str:
+        return f"autocast {self.number} {str(self.dtype).removeprefix('torch.') if self.enabled else 'off'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What surrounds a node: autocast regions, outermost first, and the grad mode."""
+
+    autocast: tuple[Autocast, ...] = ()
+    grad: bool = True
+
+    def __str__(self) -> str:
+        return ", ".join([*map(str, self.autocast), *([] if self.grad else ["no_grad"])])
+
+
+class Entered:
+    """Moves from context to context while a program runs; on leaving, everything is as it was before.
+
+    contexts: those that `move_to` can name.
+    device: kind of device that autocast regions are for, instead of the recorded one.
+    lifted: run outside autocast, in full precision.
+
+    >>> with Entered((Context(), Context(grad=False))) as entered:
+    ...     entered.move_to(1)
+    ...     print(torch.is_grad_enabled())
+    False
+    >>> torch.is_grad_enabled()
+    True
+    """
+
+    def __init__(self, contexts: tuple[Context, ...], *, device: str | None = None, lifted: bool = False) -> None:
+        self._contexts = contexts
+        self._device = device
+        self._lifted = lifted
+        self._open: list[tuple[Autocast, torch.autocast]] = []
+        self._grad = torch.is_grad_enabled()
+
+    def __enter__(self) -> Entered:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        torch.set_grad_enabled(self._grad)
+        self._leave_until(0)
+
+    def move_to(self, number: int) -> None:
+        """Leave the regions that are not around context `number`, enter those that are, and set its grad mode.
+
+        A context with gradients is one only if there are gradients around the whole program.
+        """
+        wanted = self._contexts[number]
+        regions = () if self._lifted else wanted.autocast
+        common = 0
+        while common < min(len(self._open), len(regions)) and self._open[common][0] == regions[common]:
+            common += 1
+        self._leave_until(common)
+        for region in regions[common:]:
+            entering = torch.autocast(self._device or region.device, region.dtype, region.enabled, region.cache)
+            entering.__enter__()
+            self._open.append((region, entering))
+        torch.set_grad_enabled(wanted.grad and self._grad)
+
+    def _leave_until(self, count: int) -> None:
+        while len(self._open) > count:
+            self._open.pop()[1].__exit__(None, None, None)

@@ -1,0 +1,36 @@
+"""Random draws of a program: numbered in the order of eager's, each seeded from the one before as `KeyedDraws` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshloom.random import derive
+
+
+def seed_of_draw(chunk_seed: int, number: int) -> int:
+    """The generator's seed when draw `number` of a chunk (counted from 0) is about to be keyed.
+
+    >>> seed_of_draw(7, 0), seed_of_draw(7, 2) == derive(derive(7, "next"), "next")
+    (7, True)
+    """
+    for _ in range(number):
+        chunk_seed = derive(chunk_seed, "next")
+    return chunk_seed
+
+
+class CountDraws(TorchDispatchMode):
+    """Counts the random ATen calls that `KeyedDraws` would key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            self.count += 1
+        return func(*args, **kwargs)

@@ -1,0 +1,101 @@
+"""What every node of a graph gives, found by running it on fake tensors: shapes, dtypes, strides, who shares memory with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
+
+from meshloom.errors import CaptureError
+from meshloom.graph.contexts import Context, Entered
+from meshloom.graph.draws import CountDraws
+from meshloom.graph.export import WAY_OUT, context_of, describe_line, line_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A tensor without its values.
+
+    storage: equal for tensors that share memory.
+    offset: of its first element in that memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    offset: int
+    storage: int
+    requires_grad: bool
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inferred:
+    """shapes: node -> its tensors, in order (nothing for numbers). draws: node -> random ATen calls in it, where there are some."""
+
+    shapes: dict[fx.Node, tuple[Shape, ...]]
+    draws: dict[fx.Node, int]
+
+    def storage(self, node: fx.Node) -> int | None:
+        """The memory that a node's tensors lie in; None for numbers and for tensors that lie apart."""
+        found = {shape.storage for shape in self.shapes.get(node, ())}
+        return found.pop() if len(found) == 1 else None
+
+
+def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
+    """Run `graph` without values. likes: placeholder -> what it will be."""
+    contexts = tuple(dict.fromkeys(context_of(node) for node in graph.nodes))
+    shapes: dict[fx.Node, tuple[Shape, ...]] = {}
+    draws: dict[fx.Node, int] = {}
+    values: dict[fx.Node, Any] = {}  # all of them until the end, so that no memory is used twice
+    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+    counter = CountDraws()
+    with torch.enable_grad(), Entered((*contexts, Context())) as entered, fake, counter:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = _like(likes[node.name])
+            elif node.op == "call_function":
+                entered.move_to(contexts.index(context_of(node)))
+                before = counter.count
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+                try:
+                    values[node] = node.target(*args, **kwargs)
+                except Exception as error:
+                    raise CaptureError(
+                        f"{node.target} at {describe_line(line_of(node))} could not be followed without values: {str(error).splitlines()[0]}. {WAY_OUT}"
+                    ) from error
+                if counter.count > before:
+                    draws[node] = counter.count - before
+            tensors = [leaf for leaf in tree_leaves(values.get(node)) if isinstance(leaf, Tensor)]
+            if not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
+                raise CaptureError(
+                    f"The shape of what {node.target} gives at {describe_line(line_of(node))} depends on the values in the batch, "
+                    f"so no one program computes it. Keep the shape, with torch.where or a mask. {WAY_OUT}"
+                )
+            shapes[node] = tuple(map(shape_of, tensors))
+    return Inferred(shapes=shapes, draws=draws)
+
+
+def _like(shape: Shape) -> Tensor:
+    made = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=shape.device)
+    return made.requires_grad_(shape.requires_grad)
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """What a tensor is without its values."""
+    storage: Any = tensor.untyped_storage()
+    return Shape(
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        stride=tuple(tensor.stride()),
+        offset=int(tensor.storage_offset()),
+        storage=storage._cdata,
+        requires_grad=tensor.requires_grad,
+        device=tensor.device,
+    )

@@ -1,0 +1,102 @@
+"""What a program is made of: nodes, and the names of the values between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshloom.graph.contexts import Context
+from meshloom.graph.lines import Line
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An operand: the value of that name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """A tensor's shape, dtype, strides in elements, device kind as captured, and whether a gradient goes through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One operator.
+
+    target: an `OpOverload`, `operator.getitem`, or `calls.out_of_place`, whose first argument is then an in-place operator.
+    args, kwargs: `Ref`s, tuples (for lists, too) and constants.
+    context: autocast regions and grad mode it runs in.
+    path: the module in whose forward it is; '' is the model itself or the loss function.
+    line: the user's line.
+    draw, num_draws: number of its first random operation within the chunk, counted as eager does, and how many it has.
+    outputs: what its tensors are; none for a number.
+    """
+
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    context: Context
+    path: str
+    line: Line | None
+    draw: int | None
+    num_draws: int
+    outputs: tuple[Meta, ...]
+
+    @property
+    def operator(self) -> str:
+        """The operator's short name: `linear`, `add.Tensor`."""
+        return operator_name(self.target)
+
+    def operands(self) -> Iterator[Ref]:
+        """The values it uses, in order of its arguments."""
+        yield from refs_in((self.args, tuple(self.kwargs.values())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """A parameter or buffer. name: the first that the user's module gives it. aliases: its other names."""
+
+    value: str  # name of the value in the program
+    name: str
+    meta: Meta
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """A tensor of the batch; name: where it lies in it, like `tokens.0`."""
+
+    value: str
+    name: str
+    meta: Meta
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Every `Ref` in nested arguments."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from refs_in(each)
+
+
+def operator_name(target: Any) -> str:
+    """`aten.add.Tensor` -> add.Tensor, `aten.linear.default` -> linear."""
+    return str(target).removeprefix("aten.").removesuffix(".default") if hasattr(target, "_schema") else getattr(target, "__name__", str(target))

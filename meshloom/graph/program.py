@@ -1,0 +1,125 @@
+"""A program: what the loss of a batch computes on one device, as a flat list of operators.
+
+It holds no state. Parameters, buffers and the batch are given to `run`; gradients come from ordinary autograd.
+Its values are named; a node is an operator with the names of its operands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from meshloom.errors import CaptureError
+from meshloom.graph.leaves import leaves_of
+from meshloom.graph.nodes import Input, Node, Ref, Variable, operator_name
+from meshloom.graph.runner import Runner, compile_program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The loss of one batch. Equal programs compute the same.
+
+    parameters: name -> variable, in the module's order, each once however often it is tied. Also those that the loss does not use.
+    buffers: name -> variable.
+    constants: value -> the tensor that it always is.
+    inputs: the batch's tensors, in order.
+    nodes: operators, in eager's order.
+    outputs: what the loss returned, flat: `Ref`s and plain numbers; `out_spec` arranges them.
+    updates: buffer name -> value it is given when the program has run.
+    in_place: buffers that operators update as they run (running statistics).
+    device: that on which it was captured. training: whether the module was in training mode.
+    precision: to which model and batch were converted for it; None: the job's own.
+    """
+
+    parameters: Mapping[str, Variable]
+    buffers: Mapping[str, Variable]
+    constants: Mapping[str, Tensor]
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Any, ...]
+    out_spec: TreeSpec
+    updates: Mapping[str, Ref]
+    in_place: frozenset[str]
+    device: torch.device
+    training: bool
+    precision: torch.dtype | None = None
+    _runners: dict[Any, Runner] = field(default_factory=dict, repr=False, compare=False)
+
+    def run(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Any,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        visit: Callable[[Node, Any], None] | None = None,
+    ) -> Any:
+        """What the loss returns for `batch`, and buffers updated as the module would update its own.
+
+        parameters, buffers: by the user's names, on `device`.
+        device: where to compute; default: where it was captured.
+        dtype: compute everything of floating-point in this precision: constants, inner casts and autocast regions are lifted to it,
+            and `parameters` and `buffers` are expected in it.
+        visit: called with every node and its value; slower.
+        """
+        where = torch.device(device) if device is not None else self.device
+        runner = self._runners.get((where, dtype, visit is not None))
+        if runner is None:
+            runner = self._runners.setdefault((where, dtype, visit is not None), compile_program(self, where, dtype, visiting=visit is not None))
+        leaves = leaves_of(batch).tensors
+        self._check_batch(leaves)
+        return runner.run(parameters, buffers, [leaves[each.name] for each in self.inputs], visit)
+
+    def digest(self) -> str:
+        """A short hash of all that it computes: equal for programs that are the same."""
+        digest = hashlib.sha256(self.describe().encode())
+        for name, constant in self.constants.items():
+            flat = constant.detach().cpu().contiguous().reshape(-1)
+            digest.update(name.encode() + (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""))
+        return digest.hexdigest()[:16]
+
+    def describe(self) -> str:
+        """The program as text: its variables, and one line per node."""
+        lines = [f"parameter {name}: {each.meta}{_also(each.aliases)}" for name, each in self.parameters.items()]
+        lines += [f"buffer {name}: {each.meta}{_also(each.aliases)}" for name, each in self.buffers.items()]
+        lines += [f"constant {name}: {str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for name, each in self.constants.items()]
+        lines += [f"input {each.name}: {each.meta}" for each in self.inputs]
+        names = {each.value: name for name, each in (*self.parameters.items(), *self.buffers.items())}
+        names |= {each.value: each.name for each in self.inputs}
+        for node in self.nodes:
+            operands = ", ".join([*(_text(each, names) for each in node.args), *(f"{key}={_text(each, names)}" for key, each in node.kwargs.items())])
+            outputs = ", ".join(map(str, node.outputs)) or "number"
+            notes = [node.path, str(node.context), f"draw {node.draw}" if node.draw is not None else ""]
+            lines.append(f"{node.name} = {node.operator}({operands}) -> {outputs}  # {'; '.join(note for note in notes if note)}".rstrip("# "))
+        lines += [f"update {name} = {each}" for name, each in self.updates.items()]
+        lines += [f"updated as it runs: {name}" for name in sorted(self.in_place)]
+        return "\n".join([*lines, f"return {', '.join(_text(each, names) for each in self.outputs)}"])
+
+    def _check_batch(self, leaves: Mapping[str, Tensor]) -> None:
+        found = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+        for each in self.inputs:
+            if found.get(each.name) != each.meta.shape:
+                shape = found.get(each.name)
+                given = f"has shape {list(shape)}" if shape is not None else "is missing"
+                raise CaptureError(
+                    f"{each.name} of the batch {given}, and the program is for {list(each.meta.shape)}. Capture a program for batches of this shape."
+                )
+
+
+def _also(aliases: tuple[str, ...]) -> str:
+    return f", also {', '.join(aliases)}" if aliases else ""
+
+
+def _text(value: Any, names: Mapping[str, str]) -> str:
+    if isinstance(value, Ref):
+        return names.get(value.name, value.name)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_text(each, names) for each in value)}]"
+    return operator_name(value) if hasattr(value, "_schema") else str(value)

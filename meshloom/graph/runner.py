@@ -1,0 +1,152 @@
+"""Runs a program on tensors: compiled once into a Python function of ATen calls, for one device and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from meshloom.errors import CaptureError
+from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
+from meshloom.graph.contexts import Entered
+from meshloom.graph.nodes import Input, Node, Ref, Variable, refs_in
+
+_COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+class Listing(Protocol):
+    """What is run: the fields of a `Program`."""
+
+    @property
+    def parameters(self) -> Mapping[str, Variable]: ...
+    @property
+    def buffers(self) -> Mapping[str, Variable]: ...
+    @property
+    def constants(self) -> Mapping[str, Tensor]: ...
+    @property
+    def inputs(self) -> tuple[Input, ...]: ...
+    @property
+    def nodes(self) -> tuple[Node, ...]: ...
+    @property
+    def outputs(self) -> tuple[Any, ...]: ...
+    @property
+    def out_spec(self) -> TreeSpec: ...
+    @property
+    def updates(self) -> Mapping[str, Ref]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Runner:
+    """A compiled program."""
+
+    def __init__(
+        self, program: Listing, function: Callable[..., Any], constants: list[Tensor], device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        self._function = function
+        self._parameters = [each.name for each in _used(program, program.parameters)]
+        self._buffers = [each.name for each in _used(program, program.buffers)]
+        self._updates = list(program.updates)
+        self._num_outputs = len(program.outputs)
+        self._out_spec = program.out_spec
+        self._constants = constants
+        self._device = device
+        self._dtype = dtype
+        self._contexts = _contexts(program)
+
+    def run(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], leaves: Iterable[Tensor], visit: Any = None) -> Any:
+        """As `Program.run`; leaves: the batch's tensors in order."""
+        dtype = self._dtype
+        inputs = [leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None) for leaf in leaves]
+        state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]
+        with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
+            values = self._function(entered, visit, *state, *self._constants, *inputs)
+        if self._updates:
+            with torch.no_grad():
+                for name, value in zip(self._updates, values[self._num_outputs :], strict=True):
+                    buffers[name].copy_(value)
+        return tree_unflatten(list(values[: self._num_outputs]), self._out_spec)
+
+
+def compile_program(program: Listing, device: torch.device, dtype: torch.dtype | None, *, visiting: bool = False) -> Runner:
+    """A function of (entered, visit, parameters..., buffers..., constants..., inputs...) that gives outputs and updates.
+
+    dtype: lift everything of floating-point to it. visiting: call `visit` with every node and its value.
+    """
+    if dtype is not None and dtype not in (torch.float32, torch.float64):
+        raise CaptureError(
+            f"A program is lifted to torch.float32 or torch.float64, not to {dtype}. For a lower precision, capture a job whose model has it."
+        )
+    graph = fx.Graph()
+    entered, visit = graph.placeholder("entered"), graph.placeholder("visit")
+    state = [*_used(program, program.parameters), *_used(program, program.buffers)]
+    made = {name: graph.placeholder(name) for name in [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]}
+    contexts = _contexts(program)
+    number = -1
+    for node in program.nodes:
+        if contexts[number] != node.context or number < 0:
+            number = contexts.index(node.context)
+            graph.call_method("move_to", (entered, number))
+        args, kwargs = _built((node.args, dict(node.kwargs)), made, program.device, device, dtype)
+        target = node.target
+        if node.num_draws and target is out_of_place:
+            target = keyed_out_of_place
+        elif node.num_draws:
+            target, args = keyed, (target, *args)
+        made[node.name] = graph.call_function(target, args, kwargs)
+        if visiting:
+            graph.call_function(_visited, (visit, node.name, made[node.name]))
+    outputs = [*program.outputs, *program.updates.values()]
+    graph.output(tuple(_built(each, made, program.device, device, dtype) for each in outputs))
+    function: Any = fx.GraphModule(nn.Module(), graph).forward
+    if visiting:
+        nodes = {node.name: node for node in program.nodes}
+        plain = function
+        function = lambda entered, visit, *values: plain(entered, _Visit(nodes, visit), *values)  # noqa: E731
+    constants = [each.to(device, _lifted(each.dtype, dtype)) for each in program.constants.values()]
+    return Runner(program, function, constants, device, dtype)
+
+
+class _Visit:
+    def __init__(self, nodes: Mapping[str, Node], visit: Callable[[Node, Any], None]) -> None:
+        self.nodes, self.visit = nodes, visit
+
+
+def _visited(visit: _Visit, name: str, value: Any) -> None:
+    visit.visit(visit.nodes[name], value)
+
+
+def _built(value: Any, made: Mapping[str, fx.Node], captured_on: torch.device, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Arguments for the graph: references as its nodes, devices and precisions as they are wanted now."""
+    if isinstance(value, Ref):
+        return made[value.name]
+    if isinstance(value, tuple | list):
+        return (
+            [_built(each, made, captured_on, device, dtype) for each in value]
+            if not isinstance(value, tuple)
+            else tuple(_built(each, made, captured_on, device, dtype) for each in value)
+        )
+    if isinstance(value, dict):
+        return {key: _built(each, made, captured_on, device, dtype) for key, each in value.items()}
+    if isinstance(value, torch.device):
+        return device if value.type == captured_on.type else value
+    return _lifted(value, dtype) if isinstance(value, torch.dtype) else value
+
+
+def _lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not (value.is_floating_point or value.is_complex):
+        return value
+    return _COMPLEX[dtype] if value.is_complex else dtype
+
+
+def _contexts(program: Listing) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(node.context for node in program.nodes))
+
+
+def _used(program: Listing, variables: Mapping[str, Any]) -> list[Any]:
+    names = {ref.name for node in program.nodes for ref in node.operands()}
+    names |= {ref.name for ref in refs_in((*program.outputs, *program.updates.values()))}
+    return [each for each in variables.values() if each.value in names]

@@ -1,0 +1,244 @@
+"""What a program would freeze is refused, in one sentence that names the line and the way out."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from jobs import make_job
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from meshloom.errors import CaptureError
+from meshloom.graph.capture import capture, capture_module
+from meshloom.graph.frozen import line_that_changes
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_of_others() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Plain(nn.Module):
+    """A layer, and something around it that a subclass does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.inner = nn.Sequential(nn.Dropout(0.1))
+        self.calls = 0
+        self.history: list[float] = []
+        self.previous = torch.zeros(3)
+        self.register_buffer("seen", torch.zeros(3))
+
+
+class Python(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y * random.random()  # here
+
+
+class Numpy(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = numpy.random.standard_normal(3)  # here
+        return self.layer(x) + torch.from_numpy(noise).float()
+
+
+class LayerDrop(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        if random.uniform(0, 1) > 0.001:  # here
+            x = self.layer(x)
+        return self.layer(x)
+
+
+class Clock(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * time.perf_counter()  # here
+
+
+class ClockTensor(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.tensor([time.perf_counter()])  # here
+
+
+class Counter(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.calls += 1  # here
+        return y / self.calls
+
+
+class History(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.history.append(float(len(self.history)))  # here
+        return self.layer(x)
+
+
+class Switch(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.inner.eval()  # here
+        return self.inner(y)
+
+
+class Depends(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if y.mean() > 0:  # here
+            return y
+        return -y
+
+
+class Item(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = int((x > 0).sum())  # here
+        return self.layer(x)[:rows]
+
+
+class Sizes(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[x > 0]  # here
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class StraightThrough(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return Own.apply(self.layer(x))  # here
+
+
+class WritesParameter(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.clamp_(-1, 1)  # here
+        return self.layer(x)
+
+
+class WritesAttribute(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.previous.mul_(0.9).add_(x.mean(0))  # here
+        return self.layer(x) + self.previous
+
+
+class WritesDetached(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y.detach().clamp_(0, 1)  # here
+        return y * 2
+
+
+class WritesStrided(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * 1
+        y.as_strided((2, 2), (1, 2)).zero_()  # here
+        return y
+
+
+REFUSED: dict[type[Plain], str] = {
+    Python: "draws from random .* Draw with torch",
+    Numpy: "draws from numpy.random .* Draw with torch",
+    LayerDrop: "draws from random .* Draw with torch",
+    Clock: "depends on more than the batch's tensors",
+    ClockTensor: "was another one when the loss was read again",
+    Counter: "changes the attribute calls from 1 to 2.*register_buffer",
+    History: r"changes the attribute history from list\[0.0\] to list\[0.0, 1.0\].*register_buffer",
+    Switch: "switches inner between training and evaluation",
+    Depends: "depends on the values in the batch .* torch.where",
+    Item: "depends on the values in the batch",
+    Sizes: "shape of what aten.index.Tensor gives .* depends on the values in the batch",
+    StraightThrough: "Own.apply at .* brings a backward of its own",
+    WritesParameter: "clamp_ at .* writes to parameter layer.weight in the forward",
+    WritesAttribute: "writes to a tensor that is an attribute but no buffer",
+    WritesDetached: "writes, without gradient, to a tensor that has one",
+    WritesStrided: "writes through as_strided",
+}
+
+
+def line_marked(kind: type) -> int:
+    """The line of `kind`'s forward that ends in `# here`."""
+    lines, start = inspect.getsourcelines(kind)
+    return start + next(number for number, line in enumerate(lines) if line.rstrip().endswith("# here"))
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_refused_with_the_line(kind: type[Plain]):
+    batches = torch.randn(5, 3), torch.randn(5, 3)
+    generators = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    with pytest.raises(CaptureError) as refused:
+        capture_module(kind(), lambda model, batch: model(batch).sum(), batches)
+    message = str(refused.value)
+    assert re.search(REFUSED[kind], message), message
+    assert f"test_frozen.py:{line_marked(kind)} " in message, message
+    assert "Plans with dp alone run the module as it is" in message and "\n" not in message
+    assert refused.value.exit_code == 2
+    assert generators[1] == random.getstate() and generators[2] == numpy.random.get_state()[1].tolist()
+
+
+def test_what_the_first_forward_sets_up_is_no_harm():
+    class Lazy(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.calls < x.shape[0]:
+                self.calls = x.shape[0]  # like a cache of positions that has grown
+            return self.layer(x)
+
+    program = capture_module(Lazy(), lambda model, batch: model(batch).sum(), (torch.randn(5, 3), torch.randn(5, 3)))
+    assert [node.operator for node in program.nodes] == ["linear", "sum"]
+
+
+def test_a_tensor_left_in_an_attribute_for_the_loss_is_read():
+    class Auxiliary(Plain):
+        auxiliary: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.auxiliary = x.square().sum()
+            return self.layer(x)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model(batch).sum() + model.auxiliary
+
+    model = Auxiliary()
+    program = capture_module(model, loss, (torch.randn(5, 3), torch.randn(5, 3)))
+    batch = torch.randn(5, 3)
+    assert model.auxiliary is None
+    assert torch.equal(program.run(dict(model.named_parameters()), {}, batch), loss(model, batch))
+
+
+def test_branch_of_a_job_is_refused():
+    job = make_job("branch", "sgd")
+    batch = default_collate([job.data()[each] for each in range(6)])
+    with pytest.raises(CaptureError, match=r"jobs\.py:\d+ \(layer = self\.positive if"):
+        capture(job, (batch, batch))
+
+
+def test_batches_of_two_shapes_are_refused():
+    with pytest.raises(CaptureError, match=r"x is float32\[5, 3\] in one and float32\[4, 3\] in the other"):
+        capture_module(Plain(), lambda model, batch: batch["x"].sum(), ({"x": torch.ones(5, 3)}, {"x": torch.ones(4, 3)}))
+
+
+def test_line_that_changes_names_the_first_line():
+    values: list[int] = []
+
+    def change() -> None:
+        values.clear()
+        values.append(1)  # this one
+        values.append(2)
+
+    assert line_that_changes(change, lambda: list(values)).endswith("(values.append(1)  # this one)")
