@@ -11,6 +11,7 @@ from meshloom.job import Loss
 def as_sum(loss: Loss, samples: int, *, needs_gradient: bool = True) -> tuple[Tensor, Tensor | float]:
     """The sum and the weight behind what a loss function returned: (sum, weight) as it is, or the mean over `samples`.
 
+    >>> import torch
     >>> as_sum(torch.tensor(2.0), 3, needs_gradient=False)
     (tensor(6.), 3)
     """

@@ -26,6 +26,8 @@ ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
 # Where transformers itself runs other kernels while it is traced (an explicit causal mask), the last bits differ.
 NOT_BITWISE = {"llama", "mixtral"}
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _no_warnings_of_others() -> Iterator[None]:

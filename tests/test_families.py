@@ -20,9 +20,12 @@ COVERING = {"gpt2", "llama", "bert", "t5", "resnet", "mamba", "mixtral", "clip",
 ROOT = Path(__file__).parents[1]
 
 # What the families' own code or torch says of itself when it is exported.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The tensor attributes? .* assigned during export:UserWarning",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings(
+        "ignore:The tensor attributes? .* assigned during export:UserWarning",
+    ),
+]
 every = pytest.mark.parametrize(
     "family", [pytest.param(each, marks=() if name in COVERING else pytest.mark.slow, id=name) for name, each in FAMILIES.items()]
 )

@@ -98,9 +98,9 @@ class Comparer:
         low = [_TOLERANCES.get(getattr(torch, cast.dtype), 0.5) for cast in self._casts if updated or self._drifted or not cast.in_optimizer]
         return max([_TOLERANCES[self.precision], *low])
 
-    def agree(self, ours: Gradients, one: Gradients) -> bool:
-        """Whether the averaged gradients of the next step agree, so that one side's may stand for the other's."""
-        return all(error.passed for error in _gradient_errors(ours, one, 0, self.tolerance()))
+    def agree(self, ours: Gradients, one: Gradients, casts: Sequence[Cast] = ()) -> bool:
+        """Whether the averaged gradients of the next step agree, so that one side's may stand for the other's; `casts` on the way to them."""
+        return all(error.passed for error in _gradient_errors(ours, one, 0, self.tolerance(casts)))
 
     def compare(self, ours: StepRecord, one: StepRecord) -> Comparison:
         """Compare the next step."""

@@ -35,7 +35,7 @@ def hold_against(reference: Reference, records: Iterable[StepRecord]) -> Found:
     previous: StepRecord | None = None
     for ours in records:
         reference.run()
-        one = reference.update(ours.gradients if comparer.agree(ours.gradients, reference.gradients) else None)
+        one = reference.update(ours.gradients if comparer.agree(ours.gradients, reference.gradients, reference.casts) else None)
         comparison = comparer.compare(ours, one)
         if not comparison.passed and all(step.passed for step in steps):
             causes = diagnose(comparison, ours, one, reference.evidence(previous), steps)

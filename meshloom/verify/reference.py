@@ -95,6 +95,11 @@ class Reference:
                 tied.setdefault(known, []).append(name)
         return tied
 
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """Reductions of precision in the newest `run`."""
+        return self._casts.casts
+
     def step(self) -> StepRecord:
         """Run the next step. Raises `DataError` when there is no data."""
         self.run()
