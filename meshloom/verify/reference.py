@@ -27,7 +27,7 @@ from meshloom.plan import Plan
 from meshloom.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, seed_everything
 from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
 from meshloom.verify.precision import convert, convert_model, default_dtype
-from meshloom.verify.records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
 from meshloom.verify.samples import read_batches
 from meshloom.verify.watch import CastWatch, ModuleWatch, digest_values
 
