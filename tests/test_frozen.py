@@ -21,6 +21,8 @@ from meshloom.errors import CaptureError
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.frozen import line_that_changes
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _no_warnings_of_others() -> Iterator[None]:

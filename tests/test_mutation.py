@@ -51,6 +51,8 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "setitem": lambda v: v.__setitem__(..., 0.5),
 }
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _no_warnings_of_others() -> Iterator[None]:

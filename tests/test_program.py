@@ -18,6 +18,8 @@ from meshloom.graph.draws import seed_of_draw
 from meshloom.graph.programs import Programs
 from meshloom.random import KeyedDraws, seed_everything
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _no_warnings_of_others() -> Iterator[None]:
