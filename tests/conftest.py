@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -70,6 +71,14 @@ def _hygiene(_own_temporary_directory: None) -> Iterator[None]:
     left += _restore_environment(environment)
     if left:
         pytest.fail("This test left something behind.\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture
+def silent_export() -> Iterator[None]:
+    """Transformers and torch.export warn about themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 # --- What all tests share: how to read it and how to put it back.

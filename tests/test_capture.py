@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,14 +25,7 @@ ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
 # Where transformers itself runs other kernels while it is traced (an explicit causal mask), the last bits differ.
 NOT_BITWISE = {"llama", "mixtral"}
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings_of_others() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers and torch.export warn about themselves
-        yield
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 def job_of(model: Model) -> Job:

@@ -6,8 +6,6 @@ import inspect
 import random
 import re
 import time
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -21,14 +19,7 @@ from meshloom.errors import CaptureError
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.frozen import line_that_changes
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings_of_others() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 class Plain(nn.Module):

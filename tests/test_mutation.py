@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,14 +50,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "setitem": lambda v: v.__setitem__(..., 0.5),
 }
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings_of_others() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 class Writes(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +16,7 @@ from meshloom.graph.draws import seed_of_draw
 from meshloom.graph.programs import Programs
 from meshloom.random import KeyedDraws, seed_everything
 
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings_of_others() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 def batches(model: str, count: int, size: int = 6) -> list[Any]:
