@@ -44,6 +44,7 @@ class Choice:
     strategies: Mapping[str, Strategy]
     variables: Mapping[str, Placement]
     seconds: float
+    chosen: tuple[int, ...]  # which of its options each variable and node has, in order
 
     def placement(self, value: str) -> Placement:
         """Of a value where it is made."""
@@ -55,9 +56,25 @@ class Choice:
         return pieces_of(self.layout.values[value][0], cut, self.numbers, self.num_ranks)
 
 
-def choose(layout: Layout, num_ranks: int, rates: Rates | None = None) -> Choice:
-    """The cheapest way for `num_ranks` ranks to compute a program's loss."""
-    return _Problem(layout, num_ranks, rates or Rates()).solve()
+Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
+
+
+def choose(layout: Layout, num_ranks: int, rates: Rates | None = None, *, held: Held | None = None) -> Choice:
+    """The cheapest way for `num_ranks` ranks to compute a program's loss.
+
+    held: who holds what of parameters and buffers, if that is decided. Raises `PlanError` if that leaves no way.
+    """
+    return _Problem(layout, num_ranks, rates or Rates(), held).solve()
+
+
+def numbers_of_choice(choice: Choice) -> list[int]:
+    """A choice as numbers, to be told to other ranks."""
+    return list(choice.chosen)
+
+
+def choice_of_numbers(layout: Layout, num_ranks: int, numbers: Sequence[int], *, held: Held | None = None) -> Choice:
+    """The choice that another rank made for the same program."""
+    return _Problem(layout, num_ranks, Rates(), held).take(numbers)
 
 
 @dataclass
@@ -65,11 +82,37 @@ class _Problem:
     layout: Layout
     num_ranks: int
     rates: Rates
+    held: Held | None = None
     cost: list[float] = field(default_factory=list)
     integral: list[int] = field(default_factory=list)
     rows: list[tuple[list[int], list[float], float, float]] = field(default_factory=list)
 
     def solve(self) -> Choice:
+        """The cheapest choice."""
+        self._state()
+        found, seconds = self._minimise()
+        rows = (*self.options.values(), *self.strategies.values())
+        return self._choice([next(place for place, (_, unknown) in enumerate(row) if found[unknown] > 0.5) for row in rows], seconds)
+
+    def take(self, numbers: Sequence[int]) -> Choice:
+        """The choice of these options."""
+        self._state()
+        return self._choice(numbers, 0.0)
+
+    def _choice(self, numbers: Sequence[int], seconds: float) -> Choice:
+        split = len(self.options)
+        return Choice(
+            num_ranks=self.num_ranks,
+            layout=self.layout,
+            numbers=self.numbers,
+            strategies={name: row[at][0] for (name, row), at in zip(self.strategies.items(), numbers[split:], strict=True)},
+            variables={value: row[at][0] for (value, row), at in zip(self.options.items(), numbers[:split], strict=True)},
+            seconds=seconds,
+            chosen=tuple(numbers),
+        )
+
+    def _state(self) -> None:
+        """Unknowns, and what holds between them."""
         program = self.layout.program
         numbers = self.numbers = numbers_of(self.layout)
         cuts: dict[int, list[Cut]] = {}
@@ -82,12 +125,12 @@ class _Problem:
         self.weighed = {*parameters, *(each.value for each in program.buffers.values())}
         fixed = {each.value for each in program.buffers.values()} | {each.value for each in program.inputs} | set(program.constants)
         in_place = {program.buffers[name].value for name in program.in_place}
-        options: dict[str, list[tuple[Placement, int]]] = {}
+        self.options: dict[str, list[tuple[Placement, int]]] = {}
         for value in [*dict.fromkeys([*(each.value for each in program.parameters.values()), *sorted(fixed)])]:
-            options[value] = self._variable(value, cuts, free=value in parameters or value in in_place)
-        strategies: dict[str, list[tuple[Strategy, int]]] = {}
+            self.options[value] = self._variable(value, cuts, free=value in parameters or value in in_place)
+        self.strategies: dict[str, list[tuple[Strategy, int]]] = {}
         for node in program.nodes:
-            strategies[node.name] = self._node(node, cuts)
+            self.strategies[node.name] = self._node(node, cuts)
         for out in program.outputs:
             if hasattr(out, "name"):
                 self.wanted.setdefault((out.name, INVARIANT), []).append(-1)
@@ -95,15 +138,6 @@ class _Problem:
             self.wanted.setdefault((out.name, INVARIANT), []).append(-1)
         for (value, placement), users in self.wanted.items():
             self._change(value, placement, users, stays=value in in_place or value in parameters)
-        found, seconds = self._minimise()
-        return Choice(
-            num_ranks=self.num_ranks,
-            layout=self.layout,
-            numbers=numbers,
-            strategies={name: next(each for each, unknown in row if found[unknown] > 0.5) for name, row in strategies.items()},
-            variables={value: next(each for each, unknown in row if found[unknown] > 0.5) for value, row in options.items()},
-            seconds=seconds,
-        )
 
     def _unknown(self, cost: float, *, integral: bool) -> int:
         self.cost.append(cost)
@@ -117,6 +151,8 @@ class _Problem:
         axes = self.layout.values[value]
         meta = self.layout.metas[value][0]
         size = _bytes(meta)
+        pinned = self._pinned(value)
+        free = free or (pinned is not None and not pinned[0].is_whole)
         options: list[tuple[Placement, float]] = [(INVARIANT, self._held(size) if meta.requires_grad else 0.0)]
         if free:
             if meta.requires_grad:
@@ -126,10 +162,27 @@ class _Problem:
                 share = max(pieces.num_elements(rank) for rank in range(self.num_ranks)) * meta.dtype.itemsize
                 update = self._held(share) if meta.requires_grad else 0.0
                 options.append((Part(cut), update + (self._all_reduce(size, deferred=True) if pieces.is_shared and meta.requires_grad else 0.0)))
+        if pinned is not None:
+            options = [
+                (placement, cost)
+                for placement, cost in options
+                if self._pieces(value, placement) == pinned[0] and (not meta.requires_grad or (placement == INVARIANT) == pinned[1])
+            ]
+            if not options:
+                raise PlanError(f"This batch's program cannot be divided as the first one was: {value} is held otherwise. Keep shapes, or use tp=1.")
         unknowns = [(placement, self._unknown(cost, integral=True)) for placement, cost in options]
         self._one_of([unknown for _, unknown in unknowns])
         self.made[value] = {placement: [unknown] for placement, unknown in unknowns}
         return unknowns
+
+    def _pinned(self, value: str) -> tuple[Pieces, bool] | None:
+        """Who holds what of a parameter or buffer, if that is decided."""
+        program = self.layout.program
+        name = next((name for kind in (program.parameters, program.buffers) for name, each in kind.items() if each.value == value), None)
+        return self.held.get(name) if self.held is not None and name is not None else None
+
+    def _pieces(self, value: str, placement: Placement) -> Pieces:
+        return pieces_of(self.layout.values[value][0], placement.cut if isinstance(placement, Part) else None, self.numbers, self.num_ranks)
 
     def _held(self, size: float) -> float:
         """Seconds that a rank's part of a parameter is worth: it is updated, and it takes memory, with gradient and two averages."""

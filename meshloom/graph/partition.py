@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.graph.choose import Choice
+from meshloom.graph.choose import Choice, Held
 from meshloom.graph.collectives import Kind, Transition
 from meshloom.graph.contexts import Context
 from meshloom.graph.cuts import pieces_of, runs_of
@@ -29,6 +29,14 @@ class Partition:
     parameters: Mapping[str, Pieces]
     buffers: Mapping[str, Pieces]
     summed: tuple[str, ...]  # parameters whose gradients are to be summed over the ranks, once a step
+
+    @property
+    def held(self) -> Held:
+        """What later programs of the same job must keep to."""
+        choice = self.choice
+        variables = {**choice.layout.program.parameters, **choice.layout.program.buffers}
+        pieces = {**self.parameters, **self.buffers}
+        return {name: (pieces[name], choice.variables[each.value] == INVARIANT) for name, each in variables.items()}
 
 
 def partition(choice: Choice) -> Partition:
