@@ -121,8 +121,8 @@ class _Builder:
             if node.num_draws:
                 drawn = mapped.factors.outputs[0] if mapped.factors.drawn is None else mapped.factors.drawn
                 pieces = pieces_of(axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks)
-                if not pieces.is_whole:
-                    target = PartOfDraw(op=target, sizes=pieces.shape, held=pieces.held[self.rank])
+                stride = node.outputs[0].stride if mapped.factors.drawn is None else None
+                target = PartOfDraw(op=target, sizes=pieces.shape, held=pieces.held[self.rank], count=node.num_draws, stride=stride)
         self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs))
 
     def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
