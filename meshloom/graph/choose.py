@@ -6,6 +6,7 @@ is made in, the change is paid, once for all nodes that want it so. Solved exact
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from meshloom.graph.layout import Layout
 from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
+from meshloom.graph.repeats import Repeats, repeats_of
 from meshloom.graph.strategies import Strategy, strategies_of
 
 
@@ -77,6 +79,22 @@ def choice_of_numbers(layout: Layout, num_ranks: int, numbers: Sequence[int], *,
     return _Problem(layout, num_ranks, Rates(), held).take(numbers)
 
 
+class _UnlikeError(Exception):
+    """Blocks that are alike have unlike options."""
+
+
+def _counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, Cut]:
+    """Every cut -> the one that it stands for."""
+    known = {frozenset(cut.parts.items()): cut for each in cuts.values() for cut in each}
+    found: dict[Cut, Cut] = {}
+    for cut in known.values():
+        counterpart = known.get(frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items()))
+        if counterpart is None or len(counterpart.parts) != len(cut.parts):
+            raise _UnlikeError
+        found[cut] = counterpart
+    return found
+
+
 @dataclass
 class _Problem:
     layout: Layout
@@ -112,13 +130,23 @@ class _Problem:
         )
 
     def _state(self) -> None:
-        """Unknowns, and what holds between them."""
-        program = self.layout.program
+        """Unknowns, and what holds between them. Blocks that are alike share theirs."""
         numbers = self.numbers = numbers_of(self.layout)
         cuts: dict[int, list[Cut]] = {}
         for cut in candidates(self.layout, numbers, self.num_ranks):
             for number in cut.parts:
                 cuts.setdefault(number, []).append(cut)
+        try:
+            self._state_with(cuts, repeats_of(self.layout, numbers))
+        except _UnlikeError:  # alike, but what is decided of them is not
+            self.cost, self.integral, self.rows = [], [], []
+            self._state_with(cuts, Repeats())
+
+    def _state_with(self, cuts: dict[int, list[Cut]], repeats: Repeats) -> None:
+        program = self.layout.program
+        self.repeats = repeats
+        self.stands = _counterparts(cuts, repeats)
+        self.count = Counter(repeats.value(value) for value in self.layout.values)
         self.made: dict[str, dict[Placement, list[int]]] = {}  # value -> placement it is made in -> unknowns
         self.wanted: dict[tuple[str, Placement], list[int]] = {}
         parameters = {each.value for each in program.parameters.values()}
@@ -133,9 +161,9 @@ class _Problem:
             self.strategies[node.name] = self._node(node, cuts)
         for out in program.outputs:
             if hasattr(out, "name"):
-                self.wanted.setdefault((out.name, INVARIANT), []).append(-1)
+                self.wanted.setdefault((repeats.value(out.name), INVARIANT), []).append(-1)
         for out in program.updates.values():
-            self.wanted.setdefault((out.name, INVARIANT), []).append(-1)
+            self.wanted.setdefault((repeats.value(out.name), INVARIANT), []).append(-1)
         for (value, placement), users in self.wanted.items():
             self._change(value, placement, users, stays=value in in_place or value in parameters)
 
@@ -170,10 +198,30 @@ class _Problem:
             ]
             if not options:
                 raise PlanError(f"This batch's program cannot be divided as the first one was: {value} is held otherwise. Keep shapes, or use tp=1.")
+        stands_for = self.repeats.value(value)
+        if stands_for != value:
+            return self._as_for(self.options.get(stands_for), [(placement, self._stands(placement), cost) for placement, cost in options])
         unknowns = [(placement, self._unknown(cost, integral=True)) for placement, cost in options]
         self._one_of([unknown for _, unknown in unknowns])
         self.made[value] = {placement: [unknown] for placement, unknown in unknowns}
         return unknowns
+
+    def _as_for(self, others: list[tuple[Any, int]] | None, options: Sequence[tuple[Any, Any, float]]) -> list[tuple[Any, int]]:
+        """Options (own, its counterpart, cost) with the unknowns of the counterparts."""
+        known = dict(others or ())
+        if len(known) != len(options) or any(counterpart not in known for _, counterpart, _ in options):
+            raise _UnlikeError
+        for _, counterpart, cost in options:
+            self.cost[known[counterpart]] += cost
+        return [(own, known[counterpart]) for own, counterpart, _ in options]
+
+    def _stands(self, placement: Placement) -> Placement:
+        return Part(self.stands[placement.cut]) if isinstance(placement, Part) and placement.cut is not None else placement
+
+    def _counterpart(self, strategy: Strategy) -> Strategy:
+        cut = self.stands[strategy.cut] if strategy.cut is not None else None
+        operands = tuple(map(self._stands, strategy.operands))
+        return Strategy(operands=operands, output=self._stands(strategy.output), work=strategy.work, cut=cut)
 
     def _pinned(self, value: str) -> tuple[Pieces, bool] | None:
         """Who holds what of a parameter or buffer, if that is decided."""
@@ -193,18 +241,20 @@ class _Problem:
         operands = [ref.name for ref in node.operands()]
         if any(output.requires_grad for output in node.outputs) or any(name in self.weighed for name in operands):
             self.weighed.add(node.name)
-        found: list[tuple[Strategy, int]] = []
-        for strategy in strategies_of(node, self.layout, self.numbers, cuts):
-            if node.name not in self.weighed and strategy.output is not INVARIANT:
-                continue  # masks and positions: small, and every rank can cut its part out of them
-            found.append((strategy, self._unknown(seconds * strategy.work, integral=True)))
-        self._one_of([unknown for _, unknown in found])
-        made: dict[Placement, list[int]] = {}
+        ways = [each for each in strategies_of(node, self.layout, self.numbers, cuts) if node.name in self.weighed or each.output is INVARIANT]
+        if self.repeats.value(node.name) != node.name:
+            others = self.strategies.get(self.repeats.value(node.name))
+            found = self._as_for(others, [(each, self._counterpart(each), seconds * each.work) for each in ways])
+        else:
+            found = [(each, self._unknown(seconds * each.work, integral=True)) for each in ways]
+            self._one_of([unknown for _, unknown in found])
+            made: dict[Placement, list[int]] = {}
+            for strategy, unknown in found:
+                made.setdefault(strategy.output, []).append(unknown)
+            self.made[node.name] = made
         for strategy, unknown in found:
-            made.setdefault(strategy.output, []).append(unknown)
             for ref, placement in zip(node.operands(), strategy.operands, strict=True):
-                self.wanted.setdefault((ref.name, placement), []).append(unknown)
-        self.made[node.name] = made
+                self.wanted.setdefault((self.repeats.value(ref.name), self._stands(placement)), []).append(unknown)
         return found
 
     def _change(self, value: str, placement: Placement, users: list[int], *, stays: bool) -> None:
@@ -225,10 +275,10 @@ class _Problem:
                 cost = self._cost(value, source, placement)
                 if cost is None:
                     continue
-                change = self._unknown(cost, integral=False)
+                change = self._unknown(cost * self.count[value], integral=False)
             changes.append(change)
             self.rows.append(([change, *unknowns], [1.0, *[-1.0] * len(unknowns)], -np.inf, 0.0))
-        for user in users:
+        for user in dict.fromkeys(users):
             if user < 0:
                 self.rows.append((changes, [1.0] * len(changes), 1.0, np.inf))
             else:
@@ -288,7 +338,11 @@ class _Problem:
         limits = LinearConstraint(matrix, [low for _, _, low, _ in self.rows], [high for _, _, _, high in self.rows])  # type: ignore[arg-type]
         scale = max(self.cost) or 1.0
         result: Any = milp(
-            np.array(self.cost) / scale, constraints=limits, integrality=np.array(self.integral), bounds=Bounds(0, 1), options={"mip_rel_gap": 1e-4}
+            np.array(self.cost) / scale,
+            constraints=limits,
+            integrality=np.array(self.integral),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-3, "time_limit": 60.0},
         )
         if result.x is None:
             raise PlanError(f"No way was found to divide the program over tp={self.num_ranks}: {result.message}. Use tp=1.")
