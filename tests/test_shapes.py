@@ -28,8 +28,9 @@ from tests.families import FAMILIES
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 ROOT = Path(__file__).parents[1]
 
-# Of each of the ways in which constructors look at values: drop path rates, truncated normals, their own checks.
-COVERING = ["vit", "siglip", "mixtral"]
+# What runs in the covering subset; the rest is `slow`. The family asks for drop path rates and truncated normals.
+COVERING = {"siglip"}
+COVERING_OWN = {"slice_writes", "autocast", "checkpointed", "tied", "parametrised", "noise"}
 
 
 def job_of(build: Any, loss: Any = lambda model, batch: model(batch["x"]).square().mean()) -> Job:
@@ -41,7 +42,7 @@ def batches_of(model: Model, count: int = 2) -> list[Any]:
     return [model[2](generator) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [name if name in COVERING_OWN else pytest.param(name, marks=pytest.mark.slow) for name in OWN])
 def test_text_is_that_of_the_program_read_from_batches(name: str):
     job, batches = job_of(*OWN[name][:2]), batches_of(OWN[name])
     text = capture(job, (batches[0], batches[1])).describe()
@@ -65,7 +66,7 @@ def test_a_family_is_read_as_from_batches_or_refused_as_from_batches(name: str):
         assert capture_shapes(job, batches[0], small=small).describe() == text
 
 
-@pytest.mark.parametrize(("training", "dtype"), [(False, None), (True, torch.float64), (False, torch.bfloat16)])
+@pytest.mark.parametrize(("training", "dtype"), [(True, torch.float64), (False, torch.bfloat16)])
 def test_mode_and_precision(training: bool, dtype: torch.dtype | None):
     job, batches = job_of(*OWN["in_place"][:2]), batches_of(OWN["in_place"])
     by_shapes = capture_shapes(job, batches[0], training=training, dtype=dtype)
@@ -98,14 +99,14 @@ class Placed(nn.Module):
         return self.third(self.second(x.cuda()).to(device="cuda")) + torch.zeros(4, device="cuda")
 
 
-@pytest.mark.parametrize("name", ["slice_writes", "recurrent", "tied", "parametrised", "placed"])
+@pytest.mark.parametrize("name", ["recurrent", "tied", "placed"])
 def test_a_device_that_is_not_there(name: str):
     model = OWN[name] if name in OWN else (Placed, OWN["tied"][1], OWN["recurrent"][2])
     job, batch = job_of(*model[:2]), batches_of(model)[0]
     program, here = capture_shapes(job, batch, device="cuda:0"), capture_shapes(job, batch)
     assert (program.device, here.device) == (torch.device("cuda:0"), torch.device("cpu"))
     assert program.describe().replace("cuda:0", "cpu") == here.describe()
-    assert "cuda" not in here.describe() and ("device=cuda:0" in program.describe()) == (name in ("slice_writes", "recurrent", "placed"))
+    assert "cuda" not in here.describe() and ("device=cuda:0" in program.describe()) == (name in ("recurrent", "placed"))
     assert program.digest() != here.digest()
 
 
