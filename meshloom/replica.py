@@ -132,7 +132,7 @@ class Replica:
         if self.division:
             yield from self._divide(self.division)
         self.exchange = self._open_exchange()
-        self.updater = Updater(self.job, whole, self.exchange, self.shards)
+        self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.shards else None)
         self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm)
         for _, parameter in self.named:
             self._undo.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
