@@ -99,7 +99,7 @@ class Division:
         if any(each != hashes[0] for each in hashes):
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or part
-        self._divided[loss, training, _shapes(batch)] = part
+        self._divided[loss, training, tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)] = part
 
 
 def _attempt(make: Callable[[], Choice]) -> tuple[Choice | None, MeshloomError | None]:
