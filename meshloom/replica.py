@@ -133,9 +133,7 @@ class Replica:
             yield from self._divide(self.division)
         self.exchange = self._open_exchange()
         self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.shards else None)
-        self.statistics = RunningStatistics(
-            self.model, self.replicas, synchronised=self.plan.sync_batch_norm, modules_run=self.division is None
-        )
+        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm, modules_run=self.division is None)
         for _, parameter in self.named:
             self._undo.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
 
@@ -200,7 +198,7 @@ class Replica:
         yield from self.statistics.finish()
         if self.observer:
             whole = yield from self.exchange.full_gradients(gradients)
-            self.observer.averaged(whole)
+            self.observer.averaged((yield from self._gathered(whole)))
         norm = yield from self.updater.update(gradients, total / weight)
         yield from self.exchange.publish()
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
@@ -229,6 +227,14 @@ class Replica:
             work.wait()
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
 
+    def whole_state(self) -> Steps[dict[str, Tensor]]:
+        """Parameters and buffers by name, whole, tied ones once. Every rank calls it."""
+        return (yield from self._gathered({name: tensor.detach() for name, tensor in state_of(self.model).items()}))
+
+    def num_elements(self) -> int:
+        """Trainable elements of the whole model."""
+        return sum(math.prod(self.shards.whole_shape(name, each) if self.shards else each.shape) for name, each in self.named)
+
     def digests(self) -> Steps[list[list[int]]]:
         """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
         mine = torch.stack([digest(tensor) for tensor in state_of(self.model).values()])
@@ -247,6 +253,20 @@ class Replica:
                     raise TrainingError(
                         f"After step {step}, {name} differs between replicas dp=0 and dp={replica}: something in the model or optimizer "
                         "is not deterministic or not part of the exchange (a parameter changed outside the optimizer, a buffer written by one rank)."
+                    )
+
+    def check_team(self, step: int) -> Steps[None]:
+        """Raise `TrainingError` naming the first parameter or buffer that every rank along tp holds whole, and not alike."""
+        if self.seat.team is None or self.shards is None:
+            return
+        alike = {name: tensor for name, tensor in state_of(self.model).items() if name not in self.shards.pieces}
+        everyone = yield from collect(self.seat.team, [int(digest(tensor)) for tensor in alike.values()])
+        for rank, theirs in enumerate(everyone):
+            for name, here, there in zip(alike, everyone[0], theirs, strict=True):
+                if here != there:
+                    raise TrainingError(
+                        f"After step {step}, {name} differs between ranks tp=0 and tp={rank}, which both hold all of it: something in the model or "
+                        "optimizer is not deterministic."
                     )
 
     def bytes_per_step(self) -> dict[str, int]:
@@ -329,6 +349,15 @@ class Replica:
 
     def _data(self, chunk: Chunk) -> Any:
         return to_device(chunk.data, self.seat.device, self.dtype)
+
+    def _gathered(self, tensors: dict[str, Tensor | None] | dict[str, Tensor]) -> Steps[Any]:
+        """Whole tensors of this rank's and its team's parts."""
+        if self.shards is None:
+            return tensors
+        whole: dict[str, Tensor | None] = {}
+        for name, tensor in tensors.items():
+            whole[name] = None if tensor is None else (yield from self.shards.gather(name, tensor))
+        return whole
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:

@@ -133,6 +133,8 @@ class Trainer:
         if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_identical(batch.step))
             self._checks += 1
+        if self.plan.tp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
+            self.together(lambda replica: replica.check_team(batch.step))
         self._clock.steps += time.monotonic() - started
         self._clock.held_up += self._held_up() - held_up
         self._clock.num_steps += 1
