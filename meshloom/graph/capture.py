@@ -12,9 +12,10 @@ from torch import nn
 from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed
 from meshloom.graph.build import build
-from meshloom.graph.export import WAY_OUT, Exported, export
+from meshloom.graph.export import Exported, export
 from meshloom.graph.frozen import check_draws, check_equal, line_that_changes
 from meshloom.graph.leaves import Leaves, leaves_of
+from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.precision import build_model, default_precision, in_precision
 from meshloom.graph.program import Program
 from meshloom.job import Job, LossFunction

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.errors import CaptureError
-from meshloom.graph.export import WAY_OUT
 from meshloom.graph.leaves import leaves_of
+from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.precision import build_model, default_precision, in_precision
 from meshloom.graph.program import Program
 from meshloom.job import Job, LossFunction

@@ -89,28 +89,30 @@ def read(family: Family, way: Way) -> Program:
     return capture(job, (first, second), training=way.training, dtype=way.dtype if way.dtype != torch.float32 else None)
 
 
-def error_of(program: Program, family: Family, way: Way) -> float:
-    """The largest error of anything that the program gives, over batches that it was not read from."""
-    return max(error for _, error in errors_of(program, family, way))
+def error_of(program: Program, family: Family, way: Way, *, casts_stay: bool = False, floor: float = 1e-3) -> float:
+    """The largest error of anything that the program gives, on batches that it was not read from: output, gradient or buffer.
 
-
-def errors_of(program: Program, family: Family, way: Way, *, casts_stay: bool = False) -> Iterator[tuple[str, float]]:
-    """(what, error) of every output, gradient and buffer: ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm).
-
+    An error is ||program - eager|| / max(||eager||, floor * the largest gradient norm).
     casts_stay: compare a lifted program with eager in which casts to float32 stay what they are.
     """
+    return max(error for _, error in errors_of(program, family, way, casts_stay=casts_stay, floor=floor))
+
+
+def errors_of(program: Program, family: Family, way: Way, *, casts_stay: bool = False, floor: float = 1e-3) -> Iterator[tuple[str, float]]:
+    """(what, error) of all that `error_of` looks at."""
     job = job_in(family, way)
     dtype = torch.float64 if way.lifted else way.dtype
     eager, twin = (_model(job, dtype, way.training) for _ in range(2))
     named = dict(twin.named_parameters()), dict(twin.named_buffers())
+    draws = any(node.num_draws for node in program.nodes)
     lifting = _LiftedEager if way.lifted and not casts_stay else nullcontext
     for number, batch in enumerate(batches_of(job, RUN_ON)):
         batch = _converted(batch, dtype)
         with _default(dtype):
-            with KeyedDraws():  # backward, too: checkpointed blocks draw again in it
+            with KeyedDraws() if draws else nullcontext():  # the backward, too: checkpointed blocks draw again in it
                 expected = _run(eager, lambda batch: job.loss(eager, batch), batch, number, around=lifting)
             found = _run(twin, lambda batch: program.run(*named, batch, dtype=torch.float64 if way.lifted else None), batch, number)
-        yield from _errors(found, expected, any_dtype=casts_stay)
+        yield from _errors(found, expected, floor, any_dtype=casts_stay)
 
 
 def _model(job: Job, dtype: torch.dtype, training: bool) -> nn.Module:
@@ -171,31 +173,31 @@ def _in_float64(made: Any) -> Any:
     return made.double() if isinstance(made, Tensor) and made.dtype in _LOW else made
 
 
-def _errors(found: Ran, expected: Ran, *, any_dtype: bool) -> Iterator[tuple[str, float]]:
-    floor = 1e-3 * max((float(each.double().norm()) for each in expected.gradients.values() if each is not None), default=0.0)
-    assert len(found.outputs) == len(expected.outputs)
+def _errors(found: Ran, expected: Ran, floor: float, *, any_dtype: bool) -> Iterator[tuple[str, float]]:
+    least = floor * max((float(each.double().norm()) for each in expected.gradients.values() if each is not None), default=0.0)
     for number, (mine, theirs) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
-        yield f"output {number}", _error(torch.as_tensor(mine), torch.as_tensor(theirs), 0.0, any_dtype)
+        mine, theirs = torch.as_tensor(mine), torch.as_tensor(theirs)
+        yield f"output {number}", _error(mine, theirs, 0.0) if any_dtype or mine.dtype == theirs.dtype else float("inf")
     for name, theirs in expected.gradients.items():
         mine = found.gradients[name]
-        yield (
-            f"gradient of {name}",
-            _error(mine, theirs, floor, any_dtype) if mine is not None and theirs is not None else 0.0 if mine is theirs else float("inf"),
-        )
-    for name, theirs in expected.buffers.items():
-        yield f"buffer {name}", _error(found.buffers[name], theirs, 0.0, any_dtype)
+        if mine is None or theirs is None:
+            yield f"gradient of {name}", 0.0 if mine is theirs else float("inf")
+        else:
+            yield f"gradient of {name}", _error(mine, theirs, least)
+    for name, theirs in expected.buffers.items():  # a module may give a buffer another dtype, a program does not
+        yield f"buffer {name}", _error(found.buffers[name], theirs, 0.0)
 
 
-def _error(mine: Tensor, theirs: Tensor, floor: float, any_dtype: bool) -> float:
-    """Infinity for what is not finite in one and is in the other."""
-    if mine.shape != theirs.shape or (mine.dtype != theirs.dtype and not any_dtype):
+def _error(mine: Tensor, theirs: Tensor, least: float) -> float:
+    """Infinity where shapes differ, or where one is finite and the other is not."""
+    if mine.shape != theirs.shape:
         return float("inf")
-    wide = torch.complex128 if mine.is_complex() else torch.float64
+    wide = torch.complex128 if theirs.is_complex() else torch.float64
     a, b = mine.to(wide), theirs.to(wide)
     if torch.equal(a, b):
         return 0.0
     if not torch.equal(a.isfinite(), b.isfinite()):
         return float("inf")
     a, b = a[a.isfinite()], b[b.isfinite()]
-    size = max(float(b.norm()), floor)
+    size = max(float(b.norm()), least)
     return float((a - b).norm()) / size if size else float((a - b).norm())
