@@ -115,6 +115,28 @@ def test_shape_changed_in_place():
     check_against_module(program, model, loss, [torch.randn(2, 3)], tolerance=0.0)
 
 
+class Assigns(nn.Module):
+    """Puts another tensor in the place of a buffer, twice, and uses the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.mean = 0.9 * self.mean
+        self.mean = self.mean + 0.1 * y.detach().mean(0)
+        return (y - self.mean).square().sum()
+
+
+def test_a_buffer_that_is_assigned_is_updated():
+    model, loss, batch = Assigns(), lambda model, batch: model(batch), torch.randn(4, 3)
+    program = capture_module(model, loss, (batch, torch.randn(4, 3)))
+    assert set(program.updates) == {"mean"} and not model.mean.any()
+    check_against_module(program, model, loss, [torch.randn(4, 3) for _ in range(3)], tolerance=0.0)
+
+
 def test_batch_is_not_written():
     model, loss = nn.Linear(3, 2), lambda model, batch: model(batch.mul_(2)).sum()
     program = capture_module(model, loss, (torch.randn(2, 3), torch.randn(2, 3)))

@@ -116,7 +116,7 @@ class _Loss(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         before, values = plain_attributes(self.model), plain_values(self.model)
-        with _noting(), _whole_attributes(self.model):
+        with _noting(), _whole_attributes(self.model), _written_buffers(self.model):
             value = self._loss(self.model, leaves)
         self._seen.changed = changed_attributes(before, plain_attributes(self.model))
         now = plain_values(self.model)
@@ -185,6 +185,24 @@ def _whole_attributes(model: nn.Module) -> Iterator[None]:
                         vars(module)[name] = attributes[name]
                     else:
                         del vars(module)[name]
+
+
+@contextmanager
+def _written_buffers(model: nn.Module) -> Iterator[None]:
+    """A buffer that the forward puts another tensor in place of is written instead, at the end: what it was is what a program is given."""
+    kept = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
+    yield
+    for module, name, buffer in kept:
+        now = vars(module)["_buffers"].get(name)
+        if now is buffer:
+            continue
+        where = f"the buffer {name} of {type(module).__name__}"
+        if now is None or now.shape != buffer.shape:
+            shape = "nothing" if now is None else f"one of shape {list(now.shape)}"
+            raise CaptureError(f"The forward replaces {where}, of shape {list(buffer.shape)}, by {shape}, and a program keeps its shape. {WAY_OUT}")
+        with torch.no_grad():
+            buffer.copy_(now)
+        vars(module)["_buffers"][name] = buffer
 
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}

@@ -3,7 +3,7 @@
 Where a function's backward multiplies the gradient that arrives by a tensor k, element by element (activations, clipped derivatives, rounding that lets
 gradients through), it computes
 
-    y = f(x) + (x - x) k    with f(x), k and the second x detached: the value of f, and the gradient of the backward.
+    y = f(x) + (x - x) k    with f(x), k and the second x detached: the value of f wherever x and k are finite, and the gradient of the backward.
 """
 
 from __future__ import annotations

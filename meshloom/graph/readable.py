@@ -6,7 +6,7 @@ loss of an alignment (CTC) has a shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.utils import checkpoint
 from meshloom.graph.lines import place_here
 from meshloom.graph.own_backward import Applied, check_product, refusal, with_operators
 
-_impls: Any = fake_impls  # for what torch keeps to itself
+_torch: Any = torch  # for what torch keeps to itself
+_impls: Any = fake_impls
 aten = torch.ops.aten
 
 
@@ -28,9 +29,9 @@ def readable() -> Iterator[None]:
     """Around a reading of a loss. It changes what all threads see of torch, so there is one reading at a time."""
     applied: list[Applied] = []
     with ExitStack() as around:
-        around.enter_context(_replaced(torch.autograd.Function, "apply", lambda apply: _apply(apply, applied)))
-        around.enter_context(_replaced(Distribution, "_validate_args", lambda _: False))
-        around.enter_context(_replaced(torch, "ctc_loss", _ctc_loss))
+        around.enter_context(_replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied)))
+        around.enter_context(_replaced(Distribution, "_validate_args", False))
+        around.enter_context(_replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)))
         yield
     for each in applied:
         check_product(each)
@@ -51,17 +52,24 @@ def aligned_without_values() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    before = owner.__dict__[name]
-    setattr(owner, name, change(before))
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = owner.__dict__.get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
-def _apply(apply: Any, applied: list[Applied]) -> Any:
-    """A graph does not show the backward of autograd functions. torch's own are in it as operators; the others are noted in `applied`."""
+def _apply(applied: list[Applied]) -> Any:
+    """A graph does not show the backward of autograd functions. torch's own are in it as operators; the others are noted in `applied`.
+
+    What `Function.apply` calls, because `apply` itself may have been kept under another name long before.
+    """
+    apply = _torch._C._FunctionBase.__dict__["apply"]
 
     def read(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
