@@ -185,6 +185,22 @@ def test_grad_mode_inside_of_autocast_is_kept_where_raw_export_loses_it():
     assert all(isinstance(node.target, torch._ops.OpOverload) or node.operator == "getitem" for node in program.nodes)
 
 
+def test_no_grad_is_kept_where_decomposing_loses_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # decomposing shows progress, and would leave a thread behind
+    build, loss, _ = OWN["no_grad"]
+    seed_everything(0)
+    model = build()
+    batch, other = batches_of(OWN["no_grad"], 2)
+    expected = gradients(loss(model, batch), model.parameters())
+    decomposed = torch.export.export(Loss(model, loss), (batch,), strict=False).run_decompositions({}).module()
+    wrong = gradients(decomposed(batch), decomposed.parameters())
+    used = [one is not None for one in expected]
+    assert not all(used) and all(one is not None for one in wrong)  # the target network would be trained
+    found = gradients(run(capture_module(model, loss, (batch, other)), model, batch), model.parameters())
+    assert [one is not None for one in found] == used
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True) if one is not None and two is not None)
+
+
 def test_reentrant_checkpoint_has_a_gradient_where_raw_export_has_none():
     build, loss, _ = OWN["checkpointed"]
     model = build()

@@ -190,7 +190,7 @@ def _whole_attributes(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _written_buffers(model: nn.Module) -> Iterator[None]:
     """A buffer that the forward puts another tensor in place of is written instead, at the end: what it was is what a program is given."""
-    kept = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
+    kept = [(module, name, buffer) for module in model.modules() for name, buffer in vars(module)["_buffers"].items() if buffer is not None]
     yield
     for module, name, buffer in kept:
         now = vars(module)["_buffers"].get(name)
