@@ -103,6 +103,19 @@ def test_draws_are_those_of_keyed_eager():
     assert numbers == [(number, 1) for number in range(len(seen[0]))]
 
 
+def test_without_draws_the_program_is_compared_with_plain_eager():
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch, batch).square().mean()
+
+    model, batch = nn.Bilinear(5, 5, 3), torch.randn(4, 5)
+    with KeyedDraws():
+        watched = loss(model, batch)  # the products inside of the operator are not cast then
+    assert not torch.equal(watched, loss(model, batch))
+    program = capture_module(model, loss, (batch, torch.randn(4, 5)))
+    check_against_module(program, model, loss, [torch.randn(4, 5)], tolerance=0.0)
+
+
 def test_nodes_know_module_line_and_context():
     program = capture(job_of(OWN["autocast"]), (*batches_of(OWN["autocast"], 2),))
     linears = [node for node in program.nodes if node.operator == "linear"]
