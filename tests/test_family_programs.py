@@ -20,7 +20,7 @@ from meshloom.graph.nodes import Node, Ref
 from meshloom.graph.program import Program
 from tests.families import FAMILIES
 from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED, NOT_READ
-from tests.families.programs import RUN_ON, WAYS, batches_of, differs_by, job_in, limit_of, read
+from tests.families.programs import RUN_ON, WAYS, batches_of, differs_by, job_in, lifted_eager, limit_of, read
 
 COVERING = {
     "gpt2": ("bfloat16, dropout", "lifted"),
@@ -100,7 +100,7 @@ def _first(program: Program, operator: str) -> Node:
     return next(node for node in program.nodes if node.operator == operator)
 
 
-def _without_draw(program: Program) -> Program:
+def _with_another_draw(program: Program) -> Program:
     """One more draw in front of the others: a dropout with another mask."""
     dropout = _first(program, "dropout")
     twice = replace(dropout, name="unused")
@@ -119,7 +119,7 @@ def _detached(program: Program) -> Program:
 
 PLANTED: dict[str, tuple[str, Callable[[Program], Program]]] = {
     "a value": ("gpt2", lambda program: _scaled(program, _first(program, "layer_norm"))),
-    "a draw": ("gpt2", _without_draw),
+    "a draw": ("gpt2", _with_another_draw),
     "a gradient": ("gpt2", _detached),
     "a buffer": ("resnet", lambda program: replace(program, updates=dict(list(program.updates.items())[1:]), _runners={})),
 }
@@ -139,8 +139,6 @@ def test_a_program_that_is_not_the_model_is_found(planted: str):
 
 
 def test_eager_is_lifted_call_by_call():
-    from tests.families.programs import lifted_eager
-
     x = torch.full((3,), 1 / 3, dtype=torch.float64)
     with lifted_eager():
         values: list[Tensor] = [x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.ones(2, dtype=torch.float32), x.bfloat16()]

@@ -57,6 +57,11 @@ def line_of_frame(frame: FrameType | None) -> Line | None:
     return _place_of_frame(frame).line
 
 
+def line_of_error(trace: TracebackType | None) -> Line | None:
+    """The same for where an exception came from."""
+    return place_of_error(trace).line
+
+
 def place_of_error(trace: TracebackType | None) -> Place:
     """Where an exception came from."""
     users = packages = None
