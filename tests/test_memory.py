@@ -50,7 +50,8 @@ def read(job: Job, batches: list[Any]) -> Program:
 @pytest.mark.parametrize(("name", "optimizer", "precision"), all_cases())
 def test_predicted_peak_is_the_measured_one(name: str, optimizer: str, precision: str):
     predicted, by_program, measured = predicted_and_measured(name, optimizer, precision)
-    assert predicted.peak == pytest.approx(by_program.peak, rel=1e-4)  # numbers that operators are given as tensors, 4 or 8 bytes each
+    # Numbers that operators are given as tensors have 4 or 8 bytes each; in mixed precision torch's fakes halve the statistics of norms.
+    assert predicted.peak == pytest.approx(by_program.peak, rel=1e-4 if precision == "float32" else 2e-3)
     # The promise; docs/memory.md has the figures, and the reason of the one beyond it.
     assert predicted.peak == pytest.approx(measured.peak, rel=0.2 if (name, precision) == ("mixtral", "bfloat16 autocast") else 0.1)
     assert predicted.phase == measured.phase or predicted.peak == pytest.approx(max(predicted.peaks[measured.phase], 1), rel=0.1)

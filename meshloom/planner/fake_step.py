@@ -38,7 +38,7 @@ class FakeStep:
             self._run_chunks(parameters, buffers, [each for _, each in trainable], microbatches)
             self.gradient_bytes = _bytes_of(each.grad for _, each in trainable if each.grad is not None)
             self.optimizer_bytes = self._update(optimizer, trainable)
-            self.buffer_bytes = _bytes_of([*buffers.values(), *self._constants])
+            self.buffer_bytes, self.constant_bytes = _bytes_of(buffers.values()), _bytes_of(self._constants)
 
     def _run_chunks(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], trainable: list[Tensor], microbatches: int) -> None:
         self._used: set[int] = set()

@@ -28,11 +28,11 @@ PHASES = ("forward", "backward", "update", "publish")
 class Memory:
     """Bytes on one device in a training step that is not the first: the optimizer has its state.
 
-    parameters, buffers: of the model; tensors that it always holds besides count as buffers.
+    parameters, buffers: of the model.
     gradients: of all parameters when backward is done, with buckets for their exchange.
     optimizer: its state. batch: the tensors of the step's chunks that lie on the device.
     kept: what is there when a chunk's forward is done that was not there before: activations for its backward.
-    temporaries: what else is there at the peak.
+    temporaries: what else is there at the peak, the program's constants among it.
     peaks: phase -> most bytes at one time in it. publish: sending updated parameters, where each rank updates a part.
     """
 
@@ -81,7 +81,7 @@ def predict_memory(
     state = -(-step.optimizer_bytes // divided)
     held = program.inputs if program.device.type != "cpu" else program.inputs * microbatches  # other devices get one chunk at a time
     batch = sum(_num_bytes(each.meta) for each in held)
-    standing = step.parameter_bytes + step.buffer_bytes + state + batch + buckets
+    standing = step.parameter_bytes + step.buffer_bytes + step.constant_bytes + state + batch + buckets
     peaks = {phase: standing + num_bytes for phase, num_bytes in step.peaks.items()}
     if divided > 1:
         peaks["publish"] = standing + -(-step.parameter_bytes // dp)  # each rank's part is copied to be sent
@@ -93,7 +93,7 @@ def predict_memory(
         buffers=step.buffer_bytes,
         batch=batch,
         kept=step.kept_bytes,
-        temporaries=step.temporaries.get(phase, peaks[phase] - standing),
+        temporaries=step.temporaries.get(phase, peaks[phase] - standing) + step.constant_bytes,
         peaks=peaks,
     )
 
