@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -14,11 +15,15 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 
+from meshloom.cluster import Link, save
 from meshloom.errors import JobError, PlanError
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
-from meshloom.launch import choose_devices, default_ranks, is_rank, leave, report_failure, run_ranks
+from meshloom.launch import choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
+from meshloom.mesh import Mesh
 from meshloom.plan import Plan
+from meshloom.planner.calibrate import machine_file, machine_of, measure_links, measure_operators
+from meshloom.report.machine import machine_records, print_machine
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
 from meshloom.trainer import Trainer
@@ -38,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BaseException as error:
             leave(report_failure(error))
     try:
+        if arguments.verb == "calibrate":
+            return _start_calibration(arguments, words)
         check_target(arguments.target)
         plan = _plan(arguments)
         kind, _ = choose_devices(plan.mesh, arguments.devices)
@@ -55,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="meshloom", description="Train a single-device PyTorch job on many devices, and prove that the result is the same."
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify | describe | calibrate")
     train = verbs.add_parser("train", help="train a job under a plan")
     verify = verbs.add_parser("verify", help="run a job under a plan and on one device, and compare")
     for verb in (train, verify):
@@ -71,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
     verify.add_argument("--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)")
+    calibrate = verbs.add_parser("calibrate", help="measure what this machine does, for predictions")
+    calibrate.add_argument("--devices", default="auto", choices=["auto", "cpu", "cuda"], help="what to measure (default: GPUs if there are any)")
+    calibrate.add_argument("--ranks", type=int, help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)")
+    calibrate.add_argument("--out", metavar="FILE", help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)")
+    calibrate.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long a rank waits for another (default: 60)")
+    calibrate.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     return parser
 
 
@@ -79,6 +92,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _run_here(arguments: argparse.Namespace) -> int:
+    if arguments.verb == "calibrate":
+        return _calibrate(arguments)
     if arguments.steps is not None and arguments.steps < 1:
         raise PlanError(f"--steps {arguments.steps} must be 1 or more.")
     job = load_job(arguments.target)
@@ -164,6 +179,48 @@ def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records
     for record in report.records():
         records.write(**record)
     return 0 if report.passed else 1
+
+
+def _start_calibration(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Ranks that measure together, or this process alone if there is to be one."""
+    on_gpus = arguments.devices != "cpu" and default_ranks("cuda") > 0 and torch.cuda.is_available()
+    num_ranks = arguments.ranks if arguments.ranks is not None else default_ranks("cuda") if on_gpus else min(cores(), 8)
+    if num_ranks < 1:
+        raise PlanError(f"--ranks {num_ranks} must be 1 or more.")
+    mesh = Mesh(dp=num_ranks)
+    kind, _ = choose_devices(mesh, "cuda" if on_gpus else arguments.devices if arguments.devices != "auto" else "cpu")
+    arguments.devices = kind
+    return run_ranks([sys.executable, "-m", "meshloom", *words], mesh, kind, str(Plan(dp=num_ranks))) if num_ranks > 1 else _calibrate(arguments)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    """On each rank: measure; rank 0 writes and prints. Groups of all ranks, and where they are many, of two and of half."""
+    started = time.perf_counter()
+    num_ranks = default_ranks("cpu")
+    meshes = [Mesh(dp=num_ranks), *([Mesh(dp=num_ranks // 2, tp=2)] if num_ranks >= 4 and num_ranks % 2 == 0 else [])]
+    operators, links = None, dict[int, tuple[Link, ...]]()
+    for mesh in meshes:
+        with open_world(mesh, arguments.devices, arguments.timeout) as world:
+            local = world.local[0]
+            operators = operators or measure_operators(local.device)
+            for group in local.groups.values():
+                if group.size > 1 and group.size not in links:
+                    links[group.size] = measure_links(group, local.device)
+            main_rank, device = world.main, local.device
+    if not main_rank or operators is None:
+        return 0
+    ordered = [link for size in sorted(links) for link in links[size]]
+    machine = machine_of(operators, ordered, device, cores=cores())
+    path = Path(arguments.out) if arguments.out else machine_file(machine.device)
+    save(machine, path)
+    console = Console(stderr=arguments.json == "-")
+    print_machine(machine, console)
+    console.print(f"written to {path} ({time.perf_counter() - started:.1f} s of measuring)", markup=False, highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        records = _Records(arguments.json, stack)
+        for record in machine_records(machine):
+            records.write(**record)
+    return 0
 
 
 class _Records:
