@@ -279,11 +279,10 @@ def _ring(collective: Collective, ranks: int) -> tuple[float, float]:
 
 
 def _machine(found: Mapping[str, Any]) -> Machine:
-    values = {key: value for key, value in found.items() if key != "schema"}
-    operations = tuple(
-        Operation(**{**each, "points": tuple((float(work), float(seconds)) for work, seconds in each["points"])}) for each in values.pop("operations")
-    )
-    return Machine(**values, operations=operations, links=tuple(Link(**each) for each in values.pop("links")))
+    plain = {key: value for key, value in found.items() if key not in ("schema", "operations", "links")}
+    points = [tuple((float(work), float(seconds)) for work, seconds in each["points"]) for each in found["operations"]]
+    operations = tuple(Operation(**{**each, "points": its}) for each, its in zip(found["operations"], points, strict=True))
+    return Machine(**plain, operations=operations, links=tuple(Link(**each) for each in found["links"]))
 
 
 def _number(value: object) -> bool:

@@ -72,12 +72,12 @@ def age(seconds: float) -> str:
 def duration(seconds: float) -> str:
     """Three digits and a unit.
 
-    >>> duration(0.0000021), duration(0.0137), duration(2.5), duration(7200.0)
-    ('2.1 us', '13.7 ms', '2.5 s', '2 h')
+    >>> duration(0.0000021), duration(0.0137), duration(2.5), duration(90.0), duration(7200.0)
+    ('2.1 us', '13.7 ms', '2.5 s', '1.5 min', '2 h')
     """
-    for limit, factor, unit in ((3600, 3600, "h"), (1, 1, "s"), (1e-3, 1e-3, "ms")):
+    for limit, unit in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
         if seconds >= limit:
-            return f"{seconds / factor:.3g} {unit}"
+            return f"{seconds / limit:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
 
 

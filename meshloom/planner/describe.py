@@ -1,0 +1,55 @@
+"""Describes a job's model by shapes alone: its blocks, what they cost, and the memory of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from meshloom.cluster import Machine
+from meshloom.graph.cost import costs
+from meshloom.graph.program import Program
+from meshloom.graph.shapes import capture_shapes
+from meshloom.job import Job
+from meshloom.planner.blocks import Block, blocks_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What one step of a job on one device is made of, its batch being one chunk.
+
+    whole: the model as a block. unused: parameters that the loss does not use.
+    machine: what seconds are predicted for; None: nothing was measured.
+    """
+
+    program: Program
+    whole: Block
+    batch_size: int
+    unused: tuple[str, ...]
+    tied: Sequence[tuple[str, ...]]
+    machine: Machine | None
+
+
+def describe(job: Job, batch: Any, batch_size: int, *, machine: Machine | None = None) -> Description:
+    """Read the job's loss for `batch`, which has `batch_size` samples. Raises `CaptureError` if it cannot be read."""
+    modules: dict[str, str] = {}
+
+    def model() -> nn.Module:
+        built = job.model()
+        if isinstance(built, nn.Module):
+            modules.update({path: type(module).__name__ for path, module in built.named_modules(remove_duplicate=False)})
+        return built
+
+    program = capture_shapes(replace(job, model=model), batch)
+    whole = blocks_of(program, costs(program), modules, machine)
+    used = {ref.name for node in program.nodes for ref in node.operands()}
+    return Description(
+        program=program,
+        whole=whole,
+        batch_size=batch_size,
+        unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
+        tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
+        machine=machine,
+    )
