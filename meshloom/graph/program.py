@@ -35,6 +35,7 @@ class Program:
     in_place: buffers that operators update as they run (running statistics).
     device: that on which it was captured. training: whether the module was in training mode.
     precision: to which model and batch were converted for it; None: the job's own.
+    by_shapes: whether it was read without values. Then its constants have none, and it can be looked at but not run.
     """
 
     parameters: Mapping[str, Variable]
@@ -49,6 +50,7 @@ class Program:
     device: torch.device
     training: bool
     precision: torch.dtype | None = None
+    by_shapes: bool = False
     _runners: dict[Any, Runner] = field(default_factory=dict, repr=False, compare=False)
 
     def run(
@@ -69,6 +71,10 @@ class Program:
             and `parameters` and `buffers` are expected in it.
         visit: called with every node and its value; slower.
         """
+        if self.by_shapes:
+            raise CaptureError(
+                f"This program of {len(self.nodes)} operators was read by shapes alone, so it cannot be run. Read it from batches: capture(job, batches)."
+            )
         where = torch.device(device) if device is not None else self.device
         runner = self._runners.get((where, dtype, visit is not None))
         if runner is None:

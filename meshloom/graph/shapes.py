@@ -1,0 +1,129 @@
+"""Reads a job's loss by shapes alone: whatever its size, on any machine, for any device.
+
+The model is built and its loss read under fake tensors, which have everything but values. Small tensors keep theirs while the
+model is built, because constructors look at them: `torch.linspace(0, 0.1, 12)[3].item()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshloom.errors import CaptureError, MeshloomError
+from meshloom.graph.build import build
+from meshloom.graph.export import describe_line
+from meshloom.graph.leaves import Leaves, leaves_of
+from meshloom.graph.lines import line_of_error
+from meshloom.graph.precision import build_model
+from meshloom.graph.program import Program
+from meshloom.graph.reading import check_tensors, device_of, read_once, reading
+from meshloom.job import Job
+
+SMALL = 4096  # elements
+
+
+def capture_shapes(
+    job: Job,
+    batch: Any,
+    *,
+    training: bool = True,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    small: int = SMALL,
+) -> Program:
+    """The program of `job.loss` for batches of the shapes of `batch`, as `capture` gives it but without values: it can be looked at, not run.
+
+    The loss is read once, so what only a second reading would show is not refused here.
+    dtype: convert the model and the batch to it first.
+    device: where the model and the batch are said to lie; it need not be there.
+    small: most elements of a tensor that has values while the model is built.
+    Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger tensor.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    where = torch.device(device)
+    leaves = leaves_of(batch)
+    check_tensors(leaves)
+    with reading(dtype):
+        model = _build(job, mode, small, training=training)
+        _convert(model, mode, dtype, where)
+        shapes = _without_values(leaves, mode, dtype, where)
+        exported = read_once(model, job.loss, shapes)
+        program = build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
+    constants = {name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta") for name, each in program.constants.items()}
+    return replace(program, constants=constants, by_shapes=True)
+
+
+def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.Module:
+    try:
+        with _SmallAreReal(mode, small):
+            return build_model(job, None, training=training)
+    except MeshloomError:
+        raise
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CaptureError(
+            f"The model cannot be built by shapes alone at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first[:160]}. "
+            "Build it without reading the values of large tensors (.item(), .numpy(), SciPy), or capture it from real batches."
+        ) from error
+
+
+class _SmallAreReal(TorchDispatchMode):
+    """Operators give fake tensors, except those that see no fake one and give small ones: these run."""
+
+    def __init__(self, mode: FakeTensorMode, small: int) -> None:
+        super().__init__()
+        self._mode = mode
+        self._small = small
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        real = not any(isinstance(each, FakeTensor) for each in given) and sum(each.numel() for each in given) <= self._small
+        if real and given and (func._schema.is_mutable or _LOOKS_AT_VALUES & set(func.tags)):
+            return func(*args, **kwargs)
+        if _LOOKS_AT_VALUES & set(func.tags):
+            if func in _CHECKS:
+                return True
+            raise DataDependentOutputException(func)
+        with self._mode:
+            value = func(*args, **kwargs)
+        if real and all(each.numel() <= self._small for each in tree_leaves(value) if isinstance(each, Tensor)):
+            return func(*args, **kwargs)
+        return value
+
+
+_LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}  # parametrizations ask them of their matrices
+
+
+def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Replace every parameter and buffer by a fake one of this precision on this device; tied ones stay tied."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                if tensor not in made:
+                    made[tensor] = _fake(tensor, mode, dtype, device)
+                setattr(module, name, made[tensor])  # not straight into the dict: recurrent layers keep a list of their weights
+
+
+def _without_values(leaves: Leaves, mode: FakeTensorMode, dtype: torch.dtype | None, device: torch.device) -> Leaves:
+    return Leaves({name: _fake(leaf, mode, dtype, device) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if (wanted, device) == (tensor.dtype, tensor.device):
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
