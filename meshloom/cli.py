@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 
-from meshloom.cluster import Link, save
+from meshloom.cluster import Link, load, save
 from meshloom.errors import JobError, PlanError
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
@@ -23,12 +23,16 @@ from meshloom.launch import choose_devices, cores, default_ranks, is_rank, leave
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan
 from meshloom.planner.calibrate import machine_file, machine_of, measure_links, measure_operators
+from meshloom.planner.describe import describe
+from meshloom.report.description import description_records, print_description
 from meshloom.report.machine import machine_records, print_machine
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
 from meshloom.trainer import Trainer
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
+
+LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verb == "calibrate":
             return _start_calibration(arguments, words)
         check_target(arguments.target)
+        if arguments.verb == "describe":
+            return _run_here(arguments)
         plan = _plan(arguments)
         kind, _ = choose_devices(plan.mesh, arguments.devices)
         if kind in ("cuda", "cpu") and plan.mesh.size > 1:
@@ -78,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
     verify.add_argument("--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)")
+    describe = verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs")
+    describe.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
+    describe.add_argument("--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)")
+    describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
+    describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
+    describe.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     calibrate = verbs.add_parser("calibrate", help="measure what this machine does, for predictions")
     calibrate.add_argument("--devices", default="auto", choices=["auto", "cpu", "cuda"], help="what to measure (default: GPUs if there are any)")
     calibrate.add_argument("--ranks", type=int, help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)")
@@ -94,14 +106,17 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _run_here(arguments: argparse.Namespace) -> int:
     if arguments.verb == "calibrate":
         return _calibrate(arguments)
-    if arguments.steps is not None and arguments.steps < 1:
-        raise PlanError(f"--steps {arguments.steps} must be 1 or more.")
+    for flag in ("steps", "batch", "depth"):
+        if (number := getattr(arguments, flag, None)) is not None and number < 1:
+            raise PlanError(f"--{flag} {number} must be 1 or more.")
     job = load_job(arguments.target)
     if job is None:
         print(f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it.", file=sys.stderr)
         return 0
     with ExitStack() as stack:
         records = _Records(arguments.json, stack)
+        if arguments.verb == "describe":
+            return _describe(arguments, job, records)
         terminal = Terminal(Console(stderr=arguments.json == "-"))
         return (_train if arguments.verb == "train" else _verify)(arguments, job, terminal, records)
 
@@ -179,6 +194,17 @@ def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records
     for record in report.records():
         records.write(**record)
     return 0 if report.passed else 1
+
+
+def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
+    known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
+    path = Path(arguments.machine) if arguments.machine else next((each for each in known if each.is_file()), None)
+    description = describe(job, batch_size=arguments.batch, machine=load(path) if path else None)
+    stream = sys.stderr if arguments.json == "-" else sys.stdout
+    print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
+    for record in description_records(description, arguments.depth):
+        records.write(**record)
+    return 0
 
 
 def _start_calibration(arguments: argparse.Namespace, words: list[str]) -> int:

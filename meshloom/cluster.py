@@ -37,7 +37,7 @@ class Operation:
     dtype: as torch writes it, like "float32".
     backward: of its backward instead; work is then the backward's.
     points: (work, seconds), work ascending.
-    spread: how far repeated measurements of a point lay apart: median distance from the median, relative to it, worst point.
+    spread: how far repeated measurements lay apart: median over lower quartile, less 1, at the worst point.
     """
 
     kind: Kind

@@ -13,7 +13,6 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import out_of_place

@@ -6,7 +6,7 @@ model is built, because constructors look at them: `torch.linspace(0, 0.1, 12)[3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 

@@ -1,6 +1,6 @@
 """A program as bytes, to be sent to other ranks and kept: a header of JSON, then the constants. Nothing is pickled.
 
-    magic | hash of all that follows (16 bytes) | length of the header (8 bytes) | header | constants (safetensors)
+magic | hash of all that follows (16 bytes) | length of the header (8 bytes) | header | constants (safetensors)
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def unpack(data: bytes) -> Program:
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(f"A program of {len(data)} bytes cannot be read here ({type(error).__name__}: {error}). Use one version of meshloom and torch.") from error
+        raise CaptureError(
+            f"A program of {len(data)} bytes cannot be read here ({type(error).__name__}: {error}). Use one version of meshloom and torch."
+        ) from error
 
 
 def _program(header: Mapping[str, Any], values: Mapping[str, Tensor]) -> Program:
@@ -103,7 +105,9 @@ def _program(header: Mapping[str, Any], values: Mapping[str, Tensor]) -> Program
 
 def _description(name: str, constant: Tensor) -> dict[str, Any]:
     if type(constant) is not Tensor or constant.layout != torch.strided:
-        raise CaptureError(f"Constant {name} of the program is a {type(constant).__name__} of layout {constant.layout}, which cannot be sent. {WAY_OUT}")
+        raise CaptureError(
+            f"Constant {name} of the program is a {type(constant).__name__} of layout {constant.layout}, which cannot be sent. {WAY_OUT}"
+        )
     return {"dtype": str(constant.dtype).removeprefix("torch."), "shape": list(constant.shape), "stride": list(constant.stride())}
 
 
@@ -130,5 +134,7 @@ def _dumped(spec: TreeSpec) -> str:
     except Exception:  # a type that was registered without a name, or keys that are no text
         text, same = "", False
     if not same:
-        raise CaptureError(f"The loss returns {spec}, which cannot be sent to another rank. Return tensors, numbers, and tuples, lists or dicts of them.")
+        raise CaptureError(
+            f"The loss returns {spec}, which cannot be sent to another rank. Return tensors, numbers, and tuples, lists or dicts of them."
+        )
     return text

@@ -124,11 +124,14 @@ def _tree(path: str, own: Mapping[str, Block], below: Mapping[str, Sequence[str]
 
 
 def _alike(blocks: list[Block]) -> list[Block]:
-    """Numbered blocks of one holder that have the same signature become one, where the first of them stands."""
+    """Numbered blocks of one holder that have the same signature become one, where the first of them stands; single layers only if they are neighbours."""
     groups: dict[object, list[Block]] = {}
-    for block in blocks:
+    run = 0
+    for before, block in zip([None, *blocks], blocks, strict=False):
         prefix, _, number = block.name.rpartition(".")
-        key = (prefix, _signature(block)) if number.isdecimal() else block.name
+        signature = _signature(block)
+        run += before is None or _signature(before) != signature
+        key = (prefix, signature, 0 if block.inside else run) if number.isdecimal() else block.name
         groups.setdefault(key, []).append(block)
     return [_numbered(group) for group in groups.values()]
 

@@ -26,7 +26,7 @@ from meshloom.comm.group import Group
 OPERATOR_SECONDS = 2.0  # about what all operators take, without making their tensors
 LINK_SECONDS = 1.2  # for all collectives of one group
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
-RUNS = (3, 200)  # least and most repetitions of one point
+RUNS = (4, 200)  # least and most repetitions of one point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def measure_links(group: Group, device: torch.device, *, seconds: float = LINK_S
             # All ranks must agree how often: rank 0's first measurement decides.
             runs = _agreed_runs(group, seconds / len(COLLECTIVES) / len(MESSAGE_BYTES) / max(took, 1e-6), device)
             measured.append(
-                (count * 4, statistics.median(_once(operate, device) for _ in range(runs)) / _PER_CALL.get(collective, lambda _: 1)(group.size))
+                (count * 4, _typical([_once(operate, device) for _ in range(runs)])[0] / _PER_CALL.get(collective, lambda _: 1)(group.size))
             )
         links.append(fit_link(collective, group.size, measured))
     return tuple(links)
@@ -149,12 +149,14 @@ def _time_chain(chain: _Chain, device: torch.device, seconds: float) -> tuple[tu
         if len(ahead) == 1:
             deadline = time.perf_counter() + seconds
         del outputs, gradients
-    return _median(ahead[1:]), _median(back[1:])
+    return _typical(ahead[1:]), _typical(back[1:])
 
 
-def _median(values: Sequence[float]) -> tuple[float, float]:
-    middle = statistics.median(values)
-    return middle, statistics.median(abs(each - middle) for each in values) / middle
+def _typical(values: Sequence[float]) -> tuple[float, float]:
+    """The lower quartile, and how far above it the median lies. What else runs on the machine only adds time, and that is not the operator's."""
+    ordered = sorted(values)
+    low = ordered[len(ordered) // 4]
+    return low, statistics.median(ordered) / low - 1
 
 
 def _rising(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -333,7 +335,7 @@ _PER_CALL: dict[Collective, Callable[[int], int]] = {"broadcast": lambda size: s
 
 
 def _agreed_runs(group: Group, wanted: float, device: torch.device) -> int:
-    runs = torch.tensor([min(max(wanted, RUNS[0]), RUNS[1])], device=device)
+    runs = torch.tensor([min(max(wanted, RUNS[0]), RUNS[1])], dtype=torch.float32, device=device)
     group.broadcast(runs, 0).wait()
     return int(runs.item())
 

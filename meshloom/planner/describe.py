@@ -9,11 +9,15 @@ from typing import Any
 from torch import nn
 
 from meshloom.cluster import Machine
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import run_in_steps
 from meshloom.graph.cost import costs
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
+from meshloom.plan import Plan
 from meshloom.planner.blocks import Block, blocks_of
+from meshloom.state.data import open_reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +36,12 @@ class Description:
     machine: Machine | None
 
 
-def describe(job: Job, batch: Any, batch_size: int, *, machine: Machine | None = None) -> Description:
-    """Read the job's loss for `batch`, which has `batch_size` samples. Raises `CaptureError` if it cannot be read."""
+def describe(job: Job, *, batch_size: int | None = None, machine: Machine | None = None) -> Description:
+    """Read the job's loss for its first batch. Raises `CaptureError` if it cannot be read, and what reading the data raises.
+
+    batch_size: samples of the batch, at most; default: the job's.
+    """
+    batch, num_samples = first_batch(job, batch_size or job.batch_size)
     modules: dict[str, str] = {}
 
     def model() -> nn.Module:
@@ -48,8 +56,20 @@ def describe(job: Job, batch: Any, batch_size: int, *, machine: Machine | None =
     return Description(
         program=program,
         whole=whole,
-        batch_size=batch_size,
+        batch_size=num_samples,
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
         machine=machine,
     )
+
+
+def first_batch(job: Job, batch_size: int) -> tuple[Any, int]:
+    """The job's first batch, read in this process, and how many samples it has: fewer than `batch_size` if there are not more."""
+    alone = replace(job, batch_size=batch_size, num_workers=0, drop_last=False)
+    (group,) = simulated_groups(1)
+    (reader,) = run_in_steps([open_reader(alone, Plan(), group, 0, 1)])
+    try:
+        ((chunk,),) = run_in_steps([reader.read(0)])
+    finally:
+        reader.close()
+    return chunk.data, chunk.samples

@@ -18,7 +18,6 @@ from meshloom.report.machine import age, duration
 
 def print_description(description: Description, console: Console, depth: int | None = None) -> None:
     """What is described, a row for every block, totals, and what is particular. depth: levels of blocks."""
-    whole = description.whole
     _line(console, _headline(description))
     table = _table(description, depth, _columns(description))
     if Measurement.get(console, console.options.update_width(1000), table).maximum > console.width:
