@@ -84,11 +84,16 @@ class Program:
         return runner.run(parameters, buffers, [leaves[each.name] for each in self.inputs], visit)
 
     def digest(self) -> str:
-        """A short hash of all that it computes: equal for programs that are the same."""
-        digest = hashlib.sha256(self.describe().encode())
+        """A short hash of all that it computes: equal for programs that are the same, in any process. The user's lines do not count."""
+        facts: list[Any] = [dict(self.parameters), dict(self.buffers), self.inputs, self.outputs, self.out_spec, dict(self.updates)]
+        facts += [sorted(self.in_place), self.device, self.training, self.precision, self.by_shapes]
+        for node in self.nodes:
+            facts += [node.name, node.operator, node.args, dict(node.kwargs), node.context, node.path, node.draw, node.num_draws, node.outputs]
+        digest = hashlib.sha256("\n".join(map(repr, facts)).encode())
         for name, constant in self.constants.items():
-            flat = constant.detach().cpu().contiguous().reshape(-1)
-            digest.update(name.encode() + (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""))
+            digest.update(f"\n{name}: {constant.dtype} {tuple(constant.shape)} {constant.stride()}\n".encode())
+            if not self.by_shapes and constant.numel():
+                digest.update(constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def describe(self) -> str:

@@ -6,7 +6,8 @@ model is built, because constructors look at them: `torch.linspace(0, 0.1, 12)[3
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +65,7 @@ def capture_shapes(
 
 def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.Module:
     try:
-        with _SmallAreReal(mode, small):
+        with _SmallAreReal(mode, small), _truncated_at_once():
             return build_model(job, None, training=training)
     except MeshloomError:
         raise
@@ -74,6 +75,18 @@ def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.
             f"The model cannot be built by shapes alone at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first[:160]}. "
             "Build it without reading the values of large tensors (.item(), .numpy(), SciPy), or capture it from real batches."
         ) from error
+
+
+@contextmanager
+def _truncated_at_once() -> Iterator[None]:
+    """`trunc_normal_` draws again until no value lies outside, which fake ones never show."""
+    init: Any = torch.nn.init
+    draw = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = draw
 
 
 class _SmallAreReal(TorchDispatchMode):
@@ -87,7 +100,7 @@ class _SmallAreReal(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        real = not any(isinstance(each, FakeTensor) for each in given) and sum(each.numel() for each in given) <= self._small
+        real = not any(isinstance(each, FakeTensor) for each in given)
         if real and given and (func._schema.is_mutable or _LOOKS_AT_VALUES & set(func.tags)):
             return func(*args, **kwargs)
         if _LOOKS_AT_VALUES & set(func.tags):

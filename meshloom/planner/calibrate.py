@@ -53,7 +53,7 @@ def measure_operators(device: torch.device, *, seconds: float = OPERATOR_SECONDS
     """Seconds of each kind of operator at a few sizes, forward and backward. seconds: about what it takes in all."""
     sizes = _LARGE if device.type == "cuda" else _SMALL
     dtypes = {True: (torch.float32, torch.bfloat16), False: (torch.float32,)}
-    wanted = [(kind, dtype) for kind in sizes for dtype in dtypes[kind in COUNTED_IN_FLOPS]]
+    wanted: list[tuple[Kind, torch.dtype]] = [(kind, dtype) for kind in sizes for dtype in dtypes[kind in COUNTED_IN_FLOPS]]
     num_points = sum(len(sizes[kind]) for kind, _ in wanted) + 1
     generator = torch.Generator(device=device).manual_seed(0)
     found: list[Operation] = []
