@@ -19,7 +19,7 @@ from meshloom.cluster import Link, load, save
 from meshloom.errors import JobError, PlanError
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
-from meshloom.launch import choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
+from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan
 from meshloom.planner.calibrate import machine_file, machine_of, measure_links, measure_operators
@@ -223,20 +223,16 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     """On each rank: measure; rank 0 writes and prints. Groups of all ranks, and where they are many, of two and of half."""
     started = time.perf_counter()
     num_ranks = default_ranks("cpu")
-    meshes = [Mesh(dp=num_ranks), *([Mesh(dp=num_ranks // 2, tp=2)] if num_ranks >= 4 and num_ranks % 2 == 0 else [])]
-    operators, links = None, dict[int, tuple[Link, ...]]()
-    for mesh in meshes:
-        with open_world(mesh, arguments.devices, arguments.timeout) as world:
-            local = world.local[0]
-            operators = operators or measure_operators(local.device)
-            for group in local.groups.values():
-                if group.size > 1 and group.size not in links:
-                    links[group.size] = measure_links(group, local.device)
-            main_rank, device = world.main, local.device
-    if not main_rank or operators is None:
+    links: dict[int, tuple[Link, ...]] = {}
+    with open_world(Mesh(dp=num_ranks), arguments.devices, arguments.timeout) as world:
+        operators = measure_operators(world.local[0].device)
+        _add_links(links, world)
+    if num_ranks >= 4 and num_ranks % 2 == 0:
+        with open_world(Mesh(dp=num_ranks // 2, tp=2), arguments.devices, arguments.timeout) as halves:
+            _add_links(links, halves)
+    if not world.main:
         return 0
-    ordered = [link for size in sorted(links) for link in links[size]]
-    machine = machine_of(operators, ordered, device, cores=cores())
+    machine = machine_of(operators, [link for size in sorted(links) for link in links[size]], world.local[0].device, cores=cores())
     path = Path(arguments.out) if arguments.out else machine_file(machine.device)
     save(machine, path)
     console = Console(stderr=arguments.json == "-")
@@ -247,6 +243,12 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         for record in machine_records(machine):
             records.write(**record)
     return 0
+
+
+def _add_links(links: dict[int, tuple[Link, ...]], world: World) -> None:
+    for group in world.local[0].groups.values():
+        if group.size > 1 and group.size not in links:
+            links[group.size] = measure_links(group, world.local[0].device)
 
 
 class _Records:

@@ -280,9 +280,12 @@ def _ring(collective: Collective, ranks: int) -> tuple[float, float]:
 
 def _machine(found: Mapping[str, Any]) -> Machine:
     plain = {key: value for key, value in found.items() if key not in ("schema", "operations", "links")}
-    points = [tuple((float(work), float(seconds)) for work, seconds in each["points"]) for each in found["operations"]]
-    operations = tuple(Operation(**{**each, "points": its}) for each, its in zip(found["operations"], points, strict=True))
+    operations = tuple(Operation(**(each | {"points": _points(each["points"])})) for each in found["operations"])
     return Machine(**plain, operations=operations, links=tuple(Link(**each) for each in found["links"]))
+
+
+def _points(found: Any) -> Any:
+    return tuple((float(work), float(seconds)) for work, seconds in found)
 
 
 def _number(value: object) -> bool:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
 from meshloom.cluster import Machine
-from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
 from meshloom.graph.cost import costs
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.planner.blocks import Block, blocks_of
-from meshloom.state.data import open_reader
+from meshloom.state.samples import first_batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +35,9 @@ class Description:
 def describe(job: Job, *, batch_size: int | None = None, machine: Machine | None = None) -> Description:
     """Read the job's loss for its first batch. Raises `CaptureError` if it cannot be read, and what reading the data raises.
 
-    batch_size: samples of the batch, at most; default: the job's.
+    batch_size: samples of the batch; default: the job's.
     """
-    batch, num_samples = first_batch(job, batch_size or job.batch_size)
+    (batch,) = first_batches(job, 1, batch_size)
     modules: dict[str, str] = {}
 
     def model() -> nn.Module:
@@ -56,20 +52,8 @@ def describe(job: Job, *, batch_size: int | None = None, machine: Machine | None
     return Description(
         program=program,
         whole=whole,
-        batch_size=num_samples,
+        batch_size=batch_size or job.batch_size,
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
         machine=machine,
     )
-
-
-def first_batch(job: Job, batch_size: int) -> tuple[Any, int]:
-    """The job's first batch, read in this process, and how many samples it has: fewer than `batch_size` if there are not more."""
-    alone = replace(job, batch_size=batch_size, num_workers=0, drop_last=False)
-    (group,) = simulated_groups(1)
-    (reader,) = run_in_steps([open_reader(alone, Plan(), group, 0, 1)])
-    try:
-        ((chunk,),) = run_in_steps([reader.read(0)])
-    finally:
-        reader.close()
-    return chunk.data, chunk.samples
