@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,22 +46,23 @@ def capture_shapes(
 
     The loss is read once, so what only a second reading would show is not refused here.
     dtype: convert the model and the batch to it first.
-    device: where the model and the batch are said to lie; it need not be there.
+    device: where the model and the batch are said to lie; it need not be there. The code takes its way on a CPU.
     small: most elements of a tensor that has values while the model is built.
     Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger tensor.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
-    where = torch.device(device)
     leaves = leaves_of(batch)
     check_tensors(leaves)
-    with reading(dtype):
+    with reading(dtype), _OnCPU():
         model = _build(job, mode, small, training=training)
-        _convert(model, mode, dtype, where)
-        shapes = _without_values(leaves, mode, dtype, where)
+        _convert(model, mode, dtype)
+        shapes = Leaves({name: _fake(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
         exported = read_once(model, job.loss, shapes)
         program = build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
     constants = {name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta") for name, each in program.constants.items()}
-    return replace(program, constants=constants, by_shapes=True)
+    where = torch.device(device)
+    nodes = tuple(replace(node, args=_moved(node.args, where), kwargs=_moved(node.kwargs, where)) for node in program.nodes)
+    return replace(program, constants=constants, nodes=nodes, device=where, by_shapes=True)
 
 
 def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.Module:
@@ -118,25 +120,50 @@ _LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 _CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}  # parametrizations ask them of their matrices
 
 
-def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Replace every parameter and buffer by a fake one of this precision on this device; tied ones stay tied."""
+def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    """Replace every parameter and buffer by a fake one of this precision; tied ones stay tied."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 if tensor not in made:
-                    made[tensor] = _fake(tensor, mode, dtype, device)
+                    made[tensor] = _fake(tensor, mode, dtype)
                 setattr(module, name, made[tensor])  # not straight into the dict: recurrent layers keep a list of their weights
 
 
-def _without_values(leaves: Leaves, mode: FakeTensorMode, dtype: torch.dtype | None, device: torch.device) -> Leaves:
-    return Leaves({name: _fake(leaf, mode, dtype, device) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
-
-
-def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if (wanted, device) == (tensor.dtype, tensor.device):
+    if wanted == tensor.dtype and tensor.device.type == "cpu":
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
     with mode:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+class _OnCPU(TorchFunctionMode):
+    """Whatever device the code names is the CPU: autograd ends the process when it sees a device that this torch is not built for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0].to("cpu")
+        if func is Tensor.to:
+            args = [_cpu(each) if isinstance(each, str) else each for each in args]
+        if "device" in kwargs:
+            kwargs["device"] = _cpu(kwargs["device"])
+        return func(*(_cpu(each) if isinstance(each, torch.device) else each for each in args), **kwargs)
+
+
+def _cpu(device: Any) -> Any:
+    """The CPU for any device but `meta`; None for none."""
+    kind = "cuda" if isinstance(device, int) else torch.device(device).type if device is not None else "meta"
+    return device if kind in ("cpu", "meta") else torch.device("cpu")
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Arguments with `device` for the CPU."""
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device) for each in value)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    return device if isinstance(value, torch.device) and value.type == "cpu" else value
