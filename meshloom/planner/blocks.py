@@ -87,7 +87,7 @@ def blocks_of(program: Program, costs: Mapping[str, Cost], modules: Mapping[str,
 def rows_of(whole: Block, depth: int | None = None) -> Iterator[tuple[int, Block]]:
     """(level, block) of the blocks to show, the model's own children being level 1; after what is inside of a block, what it does itself.
 
-    depth: levels to show. None: as deep as one block holds half of the FLOPs or of the parameters, until there are several alike.
+    depth: levels to show. None: as deep as a block holds a quarter of the FLOPs or of the parameters, until there are several alike.
     """
     yield from _rows(whole, whole, 1, depth)
 
@@ -95,7 +95,7 @@ def rows_of(whole: Block, depth: int | None = None) -> Iterator[tuple[int, Block
 def _rows(block: Block, whole: Block, level: int, depth: int | None) -> Iterator[tuple[int, Block]]:
     for each in block.inside:
         yield level, each
-        if each.inside and (level < depth if depth is not None else _is_most(each, whole)):
+        if each.inside and (level < depth if depth is not None else _is_large(each, whole)):
             yield from _rows(each, whole, level + 1, depth)
     itself = reduce(_less, block.inside, block)
     if not itself.is_empty:
@@ -103,12 +103,12 @@ def _rows(block: Block, whole: Block, level: int, depth: int | None) -> Iterator
         yield level, replace(itself, path=f"{block.path}:own" if block.path else ":own", name=name, module="", inside=())
 
 
-def _is_most(block: Block, whole: Block) -> bool:
-    """Whether it holds half of the model by itself, and is none of a series."""
+def _is_large(block: Block, whole: Block) -> bool:
+    """Whether it holds a quarter of the model by itself, and is none of a series."""
     if block.name.rpartition(".")[2][:1].isdecimal():
         return False
-    work = 2 * (block.flops + block.backward_flops) > whole.flops + whole.backward_flops
-    return work or 2 * block.parameters > whole.parameters
+    work = 4 * (block.flops + block.backward_flops) > whole.flops + whole.backward_flops
+    return work or 4 * block.parameters > whole.parameters
 
 
 def _tree(path: str, own: Mapping[str, Block], below: Mapping[str, Sequence[str]]) -> Block:

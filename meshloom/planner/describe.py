@@ -9,6 +9,7 @@ from torch import nn
 
 from meshloom.cluster import Machine
 from meshloom.graph.cost import costs
+from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
@@ -21,6 +22,7 @@ class Description:
     """What one step of a job on one device is made of, its batch being one chunk.
 
     whole: the model as a block. unused: parameters that the loss does not use.
+    unpriced: operators that are not PyTorch's own and have no formula for their FLOPs, which count as 0.
     machine: what seconds are predicted for; None: nothing was measured.
     """
 
@@ -28,6 +30,7 @@ class Description:
     whole: Block
     batch_size: int
     unused: tuple[str, ...]
+    unpriced: tuple[str, ...]
     tied: Sequence[tuple[str, ...]]
     machine: Machine | None
 
@@ -47,13 +50,21 @@ def describe(job: Job, *, batch_size: int | None = None, machine: Machine | None
         return built
 
     program = capture_shapes(replace(job, model=model), batch)
-    whole = blocks_of(program, costs(program), modules, machine)
+    prices = costs(program)
+    whole = blocks_of(program, prices, modules, machine)
     used = {ref.name for node in program.nodes for ref in node.operands()}
     return Description(
         program=program,
         whole=whole,
         batch_size=batch_size or job.batch_size,
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
+        unpriced=tuple(dict.fromkeys(node.operator for node in program.nodes if _is_foreign(node) and not prices[node.name].flops)),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
         machine=machine,
     )
+
+
+def _is_foreign(node: Node) -> bool:
+    """Whether the operator is of another library's making."""
+    namespace = getattr(node.target, "namespace", "aten")
+    return namespace not in ("aten", "prims", "_operator")

@@ -36,6 +36,7 @@ def description_records(description: Description, depth: int | None = None) -> l
         "inputs": {each.name: {"shape": each.meta.shape, "dtype": _dtype(each.meta.dtype)} for each in program.inputs},
         "training": program.training,
         "unused": description.unused,
+        "unpriced": description.unpriced,
         "tied": description.tied,
         "machine": description.machine.name if description.machine else None,
     }
@@ -140,6 +141,8 @@ def _remarks(description: Description) -> list[str]:
     else:
         lines.append("predicted seconds: this machine is not measured yet; meshloom calibrate does that in 10 s")
     lines += [f"tied: {' = '.join(names)}" for names in description.tied]
+    if description.unpriced:
+        lines.append(f"FLOPs not known, counted as 0: {', '.join(description.unpriced)}")
     if description.unused:
         more = f" and {len(description.unused) - 3} more" if len(description.unused) > 3 else ""
         lines.append(f"not used by the loss: {', '.join(description.unused[:3])}{more}")
