@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshloom.planner.describe import describe
 from meshloom.report.description import description_records
 
 FILE = str(Path(__file__).with_name("describe_jobs.py"))
-pytestmark = pytest.mark.usefixtures("silent_export", "_alone")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "_alone")]
 
 
 @pytest.fixture
@@ -133,6 +134,38 @@ def test_a_model_of_any_size_is_described_without_its_memory():
 
     whole = describe(job_of(build)).whole
     assert whole.inside[1].parameters == 1 << 34
+
+
+def test_experts_count_for_the_tokens_that_they_see():
+    """A mixture of experts by the formula of its paper: each token goes through two experts of three products each (Jiang et al., 2024)."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=11,
+        num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    job = replace(job_of(lambda: transformers.MixtralForCausalLM(config)), loss=lambda model, batch: model(input_ids=batch, labels=batch).loss)
+    found = describe(job)
+    assert found.unpriced == ()
+    experts = [block for _, block in rows_of(found.whole, 9) if block.name.endswith("experts")]
+    forward = 2 * (4 * 7) * 2 * (3 * 16 * 24)
+    assert [(each.count, each.flops, each.backward_flops) for each in experts] == [(2, 2 * forward, 4 * forward)]
+
+
+def test_what_has_no_formula_is_named():
+    with torch.library._scoped_library("meshloom_tests", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x + x, "CompositeExplicitAutograd")
+        library.impl("twice", lambda x: torch.empty_like(x), "Meta")
+        twice = torch.ops.meshloom_tests.twice
+
+        class Foreign(Stack):
+            """Scales by another library's operator."""
+
+            def forward(self, tokens: Tensor) -> Tensor:
+                return super().forward(tokens) + twice(torch.ones(11))
+
+        assert describe(job_of(Foreign)).unpriced == ("meshloom_tests.twice",)
 
 
 def test_layers_in_a_row_keep_their_order():
