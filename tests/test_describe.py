@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,7 +22,7 @@ from meshloom.cli import main
 from meshloom.cluster import example_machine, save
 from meshloom.planner.blocks import Block, rows_of
 from meshloom.planner.describe import describe
-from meshloom.report.description import description_records
+from meshloom.report.description import description_records, print_description
 
 FILE = str(Path(__file__).with_name("describe_jobs.py"))
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "_alone")]
@@ -83,8 +85,8 @@ def shown(whole: Block, depth: int | None = None) -> list[str]:
 
 def test_layers_that_are_alike_are_one_row():
     whole = describe(job_of(Stack)).whole
-    assert shown(whole, 1) == ["token x1", "layers.0-1,3-5 x5", "layers.2 x1", "spare x1", "head x1", "(model's own forward, loss) x1"]
-    assert shown(whole, 2)[1:5] == ["layers.0-1,3-5 x5", "  up x5", "  down x5", "  (its own forward) x5"]
+    assert shown(whole, 1) == ["token x1", "layers.0-1,3-5 x5", "layers.2 x1", "spare x1", "head x1", "(own forward and loss) x1"]
+    assert shown(whole, 2)[1:5] == ["layers.0-1,3-5 x5", "  up x5", "  down x5", "  (own forward) x5"]
     paths = [block.path for _, block in rows_of(whole, 2)]
     assert paths[2:4] == ["layers.0-1,3-5.up", "layers.0-1,3-5.down"]
 
@@ -192,6 +194,16 @@ def test_a_measured_machine_predicts_seconds(tmp_path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "predicted" in text.splitlines()[1]
     assert "on one rank of example (cpu), without optimizer and exchange; calibrated " in text
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_words():
+    found = describe(job_of(Stack), machine=example_machine())
+    for width in (80, 200):
+        stream = io.StringIO()
+        print_description(found, Console(file=stream, width=width), 2)
+        assert "…" not in stream.getvalue()
+        assert "predicted" in stream.getvalue()
+        assert ("Linear" in stream.getvalue()) is (width == 200)
 
 
 def test_records_hold_the_numbers(capsys: pytest.CaptureFixture[str]):

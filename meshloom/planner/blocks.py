@@ -99,7 +99,7 @@ def _rows(block: Block, whole: Block, level: int, depth: int | None) -> Iterator
             yield from _rows(each, whole, level + 1, depth)
     itself = reduce(_less, block.inside, block)
     if not itself.is_empty:
-        name = "(its own forward)" if level > 1 else "(model's own forward, loss)"
+        name = "(own forward)" if level > 1 else "(own forward and loss)"
         yield level, replace(itself, path=f"{block.path}:own" if block.path else ":own", name=name, module="", inside=())
 
 

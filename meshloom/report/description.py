@@ -19,9 +19,11 @@ from meshloom.report.machine import age, duration
 def print_description(description: Description, console: Console, depth: int | None = None) -> None:
     """What is described, a row for every block, totals, and what is particular. depth: levels of blocks."""
     _line(console, _headline(description))
-    table = _table(description, depth, _columns(description))
-    if Measurement.get(console, console.options.update_width(1000), table).maximum > console.width:
-        table = _table(description, depth, [column for column in _columns(description) if not column.dispensable])
+    columns = _columns(description)
+    table = _table(description, depth, columns)
+    for rank in (3, 2, 1):
+        if Measurement.get(console, console.options.update_width(1000), table).maximum > console.width:
+            table = _table(description, depth, [column for column in columns if column.dispensable < rank])
     console.print(table)
     for line in _remarks(description):
         _line(console, line)
@@ -82,7 +84,7 @@ class _Column:
     heading: str
     text: Callable[[Block], str]
     right: bool = True
-    dispensable: bool = False
+    dispensable: int = 0  # the highest go first where the terminal is narrow
 
 
 def _table(description: Description, depth: int | None, columns: Sequence[_Column]) -> Table:
@@ -102,19 +104,19 @@ def _columns(description: Description) -> list[_Column]:
     seconds = lambda block: block.seconds.total if block.seconds else 0.0  # noqa: E731
     columns = [
         _Column("block", lambda block: block.name, right=False),
-        _Column("class", lambda block: block.module, right=False, dispensable=True),
+        _Column("class", lambda block: block.module, right=False, dispensable=3),
         _Column("parameters", lambda block: quantity(block.parameters) if block.parameters else ""),
-        _Column("", lambda block: _share(block.parameters, whole.parameters), dispensable=True),
+        _Column("", lambda block: _share(block.parameters, whole.parameters), dispensable=2),
         _Column("activations", lambda block: size(block.kept_bytes) if block.kept_bytes else ""),
-        _Column("", lambda block: _share(block.kept_bytes, whole.kept_bytes), dispensable=True),
+        _Column("", lambda block: _share(block.kept_bytes, whole.kept_bytes), dispensable=2),
         _Column("FLOPs", lambda block: quantity(block.flops) if block.flops else ""),
-        _Column("backward", lambda block: quantity(block.backward_flops) if block.backward_flops else ""),
+        _Column("backward", lambda block: quantity(block.backward_flops) if block.backward_flops else "", dispensable=1),
         _Column("", lambda block: _share(work(block), work(whole))),
     ]
     if description.machine:
         columns += [
             _Column("predicted", lambda block: duration(seconds(block)) if seconds(block) else ""),
-            _Column("", lambda block: _share(seconds(block), seconds(whole))),
+            _Column("", lambda block: _share(seconds(block), seconds(whole)), dispensable=1),
         ]
     return columns
 
