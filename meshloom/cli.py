@@ -22,8 +22,9 @@ from meshloom.jobfile import check_target, load_job
 from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan
-from meshloom.planner.calibrate import machine_file, machine_of, measure_links, measure_operators
+from meshloom.planner.calibrate import machine_file, machine_of, measure_operators
 from meshloom.planner.describe import describe
+from meshloom.planner.links import measure_links
 from meshloom.report.description import description_records, print_description
 from meshloom.report.machine import machine_records, print_machine
 from meshloom.report.progress import Listener, Progress, Summary
