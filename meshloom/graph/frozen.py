@@ -44,7 +44,7 @@ def check_equal(first: Program, second: Program) -> None:
             )
     for name, constant in first.constants.items():
         other = second.constants.get(name)
-        if other is None or not torch.equal(_bits(constant), _bits(other)):
+        if other is None or not equal_bits(constant, other):
             line = next((node.line for node in first.nodes if any(ref.name == name for ref in node.operands())), None)
             raise CaptureError(
                 f"A tensor made outside of torch's operators is used at {describe_line(line)}, and was another one when the loss was read again. "
@@ -101,6 +101,11 @@ def _shown(node: Node, other: Node) -> str:
         if mine != others:
             return f"{node.operator} of {mine}"
     return f"{node.operator} in {node.context}"
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all elements are equal, also those that are not numbers."""
+    return torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

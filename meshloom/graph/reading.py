@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed
@@ -84,7 +84,7 @@ def _read(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *
     return steady, second
 
 
-def _loss_of(loss: LossFunction, leaves: Leaves) -> Callable[[nn.Module, Sequence[Tensor]], Any]:
+def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
     return lambda model, tensors: loss(model, leaves.rebuild(tensors))
 
 

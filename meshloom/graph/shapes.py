@@ -123,7 +123,8 @@ _CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}  # par
 def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
     """Replace every parameter and buffer by a fake one of this precision; tied ones stay tied."""
     made: dict[Tensor, Tensor] = {}
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 if tensor not in made:

@@ -135,6 +135,6 @@ def _dumped(spec: TreeSpec) -> str:
         text, same = "", False
     if not same:
         raise CaptureError(
-            f"The loss returns {spec}, which cannot be sent to another rank. Return tensors, numbers, and tuples, lists or dicts of them."
+            f"The loss returns {' '.join(str(spec).split())}, which cannot be sent to another rank. Return tensors, numbers, and tuples, lists or dicts of them."
         )
     return text
