@@ -73,9 +73,8 @@ def job_of(model: Any, **settings: Any) -> ml.Job:
     return ml.Job(
         model=model,
         loss=loss,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         data=lambda: torch.randint(11, (20, 7)),
-        **{"batch_size": 4, "steps": 1, **settings},
+        **{"optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "batch_size": 4, "steps": 1, **settings},
     )
 
 
@@ -119,6 +118,17 @@ def test_tied_and_unused_parameters_are_named():
     found = describe(job_of(Stack))
     assert [tuple(names) for names in found.tied] == [("token.weight", "head.weight")]
     assert found.unused == ("spare.weight", "spare.bias")
+
+
+def test_the_memory_of_a_step_is_there_unless_the_optimizer_needs_values():
+    found = describe(job_of(Stack)).memory
+    assert found is not None and found.optimizer == 0 and found.peak > found.parameters + found.kept
+    adam = describe(job_of(Stack, optimizer=lambda named: torch.optim.AdamW(named))).memory
+    # Two moments of every parameter that has a gradient (not the spare layer's 12), and a count of steps for each of them.
+    assert adam is not None and 2 * 4 * (1764 - 12) <= adam.optimizer < 2 * 4 * (1764 - 12) + 8 * 40
+    closure = describe(job_of(Stack, optimizer=lambda named: torch.optim.LBFGS([parameter for _, parameter in named])))
+    assert closure.memory is None
+    assert "the optimizer cannot be stepped without values (TypeError: " in closure.no_memory
 
 
 def test_a_larger_batch_costs_more_and_has_the_same_parameters():
@@ -183,6 +193,9 @@ def test_the_table_shows_blocks_shares_and_what_is_missing(capsys: pytest.Captur
     assert text.startswith("Stack: 1,764 parameters (6.89 KiB, float32); 4 samples (batch int64[4, 7]); ")
     assert re.search(r"^layers\.0-1,3-5  x5 +Layer +1\.4k +79% ", text, re.MULTILINE)
     assert re.search(r"^total +Stack +1\.76k +100% ", text, re.MULTILINE)
+    assert re.search(
+        r"^memory of a step on one device: [\d.]+ KiB at its peak, in the backward: parameters 6\.89 KiB, gradients ", text, re.MULTILINE
+    )
     assert "tied: token.weight = head.weight" in text
     assert "not used by the loss: spare.weight, spare.bias" in text
     assert "meshloom calibrate" in text
@@ -210,9 +223,9 @@ def test_records_hold_the_numbers(capsys: pytest.CaptureFixture[str]):
     assert main(["describe", FILE, "--depth", "1", "--json", "-"]) == 0
     captured = capsys.readouterr()
     records = [json.loads(line) for line in captured.out.splitlines()]
-    assert [record["event"] for record in records] == ["model", *["block"] * 6, "total"]
+    assert [record["event"] for record in records] == ["model", *["block"] * 6, "total", "memory"]
     assert records[0]["tied"] == [["token.weight", "head.weight"]]
-    assert sum(record["flops"] for record in records[1:-1]) == records[-1]["flops"]
+    assert sum(record["flops"] for record in records[1:-2]) == records[-2]["flops"]
     assert records[2] | {"block": "layers.0-1,3-5", "class": "Layer", "count": 5} == records[2]
     assert "total" in captured.err
     assert json.loads(json.dumps(description_records(describe(job_of(Stack)))))[0]["batch_size"] == 4

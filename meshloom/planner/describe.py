@@ -14,6 +14,7 @@ from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
 from meshloom.planner.blocks import Block, blocks_of
+from meshloom.planner.memory import Memory, predict_memory
 from meshloom.state.samples import first_batches
 
 
@@ -23,6 +24,7 @@ class Description:
 
     whole: the model as a block. unused: parameters that the loss does not use.
     unpriced: operators that are not PyTorch's own and have no formula for their FLOPs, which count as 0.
+    memory: of a step; None where the optimizer cannot be run without values, which `no_memory` then says in one sentence.
     machine: what seconds are predicted for; None: nothing was measured.
     """
 
@@ -32,6 +34,8 @@ class Description:
     unused: tuple[str, ...]
     unpriced: tuple[str, ...]
     tied: Sequence[tuple[str, ...]]
+    memory: Memory | None
+    no_memory: str
     machine: Machine | None
 
 
@@ -50,6 +54,7 @@ def describe(job: Job, *, batch_size: int | None = None, machine: Machine | None
         return built
 
     program = capture_shapes(replace(job, model=model), batch)
+    memory, no_memory = _memory_of(program, job)
     prices = costs(program)
     whole = blocks_of(program, prices, modules, machine)
     used = {ref.name for node in program.nodes for ref in node.operands()}
@@ -60,8 +65,18 @@ def describe(job: Job, *, batch_size: int | None = None, machine: Machine | None
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
         unpriced=tuple(dict.fromkeys(node.operator for node in program.nodes if _is_foreign(node) and not prices[node.name].flops)),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
+        memory=memory,
+        no_memory=no_memory,
         machine=machine,
     )
+
+
+def _memory_of(program: Program, job: Job) -> tuple[Memory | None, str]:
+    try:
+        return predict_memory(program, job.optimizer), ""
+    except Exception as error:  # the user's optimizer may do anything, and only memory is lost with it
+        first = (str(error).strip() or "no message").splitlines()[0]
+        return None, f"the optimizer cannot be stepped without values ({type(error).__name__}: {first})"
 
 
 def _is_foreign(node: Node) -> bool:

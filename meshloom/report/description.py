@@ -13,6 +13,7 @@ from rich.table import Table
 
 from meshloom.planner.blocks import Block, rows_of
 from meshloom.planner.describe import Description
+from meshloom.planner.memory import Memory
 from meshloom.report.machine import age, duration
 
 
@@ -43,7 +44,8 @@ def description_records(description: Description, depth: int | None = None) -> l
         "machine": description.machine.name if description.machine else None,
     }
     rows = [{"event": "block", "level": level, **_record(block)} for level, block in rows_of(whole, depth)]
-    return [{"event": "model", **about}, *rows, {"event": "total", **_record(whole)}]
+    memory = [{"event": "memory", **_memory_record(description.memory), "phase": description.memory.phase}] if description.memory else []
+    return [{"event": "model", **about}, *rows, {"event": "total", **_record(whole)}, *memory]
 
 
 def quantity(number: float) -> str:
@@ -133,8 +135,14 @@ def _share(part: float, whole: float) -> str:
 
 
 def _remarks(description: Description) -> list[str]:
-    whole, machine = description.whole, description.machine
+    whole, machine, memory = description.whole, description.machine, description.memory
     lines = ["activations: what is kept from forward to backward, of this batch in one chunk; each memory once, at the first block that keeps it"]
+    if memory:
+        kinds = {name.replace("kept", "activations"): num_bytes for name, num_bytes in _memory_record(memory).items() if num_bytes}
+        of_kinds = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in kinds.items() if name != "peak")
+        lines.append(f"memory of a step on one device: {size(memory.peak)} at its peak, in the {memory.phase}: {of_kinds}")
+    else:
+        lines.append(f"memory of a step is not known: {description.no_memory}")
     if machine and whole.seconds:
         lines.append(
             f"predicted: {duration(whole.seconds.forward)} forward, {duration(whole.seconds.backward)} backward on one rank of {machine.name} "
@@ -157,6 +165,12 @@ def _record(block: Block) -> dict[str, Any]:
         "block": block.path, "class": block.module, "count": block.count, "parameters": block.parameters, "parameter_bytes": block.parameter_bytes,
         "kept_bytes": block.kept_bytes, "flops": block.flops, "backward_flops": block.backward_flops, "operators": block.operators, **seconds,
     }  # fmt: skip
+
+
+def _memory_record(memory: Memory) -> dict[str, int]:
+    """Bytes by kind; those of a kind are its most, so they may add up to more than the peak."""
+    kinds = ("parameters", "gradients", "optimizer", "buffers", "batch", "kept", "temporaries", "peak")
+    return {kind: int(getattr(memory, kind)) for kind in kinds}
 
 
 def _dtype(dtype: object) -> str:
