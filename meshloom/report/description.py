@@ -16,6 +16,8 @@ from meshloom.planner.describe import Description
 from meshloom.planner.memory import Memory
 from meshloom.report.machine import age, duration
 
+NAMES = 3  # of a list of parameters
+
 
 def print_description(description: Description, console: Console, depth: int | None = None) -> None:
     """What is described, a row for every block, totals, and what is particular. depth: levels of blocks."""
@@ -150,13 +152,24 @@ def _remarks(description: Description) -> list[str]:
         )
     else:
         lines.append("predicted seconds: this machine is not measured yet; meshloom calibrate does that in 10 s")
-    lines += [f"tied: {' = '.join(names)}" for names in description.tied]
+    lines += [f"tied: {_some(names, ' = ')}" for names in description.tied[:NAMES]]
+    if len(description.tied) > NAMES:
+        lines.append(f"tied: {len(description.tied) - NAMES} more")
     if description.unpriced:
         lines.append(f"FLOPs not known, counted as 0: {', '.join(description.unpriced)}")
     if description.unused:
-        more = f" and {len(description.unused) - 3} more" if len(description.unused) > 3 else ""
-        lines.append(f"not used by the loss: {', '.join(description.unused[:3])}{more}")
+        lines.append(f"not used by the loss: {_some(description.unused, ', ')}")
     return lines
+
+
+def _some(names: Sequence[str], between: str) -> str:
+    """The first few, and how many more.
+
+    >>> _some("abcde", ", "), _some("ab", " = ")
+    ('a, b, c and 2 more', 'a = b')
+    """
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return f"{between.join(names[:NAMES])}{more}"
 
 
 def _record(block: Block) -> dict[str, Any]:
