@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 from meshloom.errors import MachineError
 
 # Kinds of operators that share a curve. The first three are counted in FLOPs, the others in bytes read and written.
-Kind = Literal["matmul", "attention", "convolution", "elementwise", "activation", "normalization", "softmax", "reduction", "gather"]
+Kind = Literal["matmul", "attention", "convolution", "elementwise", "activation", "normalization", "softmax", "reduction", "gather", "draw"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COUNTED_IN_FLOPS: frozenset[Kind] = frozenset({"matmul", "attention", "convolution"})
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]

@@ -107,6 +107,14 @@ def _gather(size: tuple[int, ...], make: Make) -> Chain:
     return Chain(2 * picked, picked + tables[0].nbytes, length, tables, lambda: tuple(F.embedding(rows, each) for each in tables))
 
 
+def _draw(size: tuple[int, ...], make: Make) -> Chain:
+    count, length = size
+    x = make(count)
+    # On the CPU: draw a mask, divide it in place, multiply. Elsewhere it is one kernel with a mask of bytes.
+    passes = (6, 3) if x.device.type == "cpu" else (2.25, 2.25)
+    return _chain(passes[0] * x.nbytes, passes[1] * x.nbytes, length, x, [], lambda each, _: F.dropout(each, 0.1))
+
+
 def _weight(make: Make, *shape: int) -> Tensor:
     """Keeps the size of what it is applied to."""
     return (make(*shape) / math.prod(shape[1:]) ** 0.5).detach().requires_grad_()
@@ -132,6 +140,7 @@ _CHAINS: dict[Kind, Callable[[tuple[int, ...], Make], Chain]] = {
     "softmax": _softmax,
     "reduction": _reduction,
     "gather": _gather,
+    "draw": _draw,
 }
 
 # Sizes of each kind, small to large; the last number is the length of the chain.
@@ -146,6 +155,7 @@ _SMALL: _Sizes = {  # a core: from what costs a call to some ten milliseconds
     "softmax": ((4, 64, 8), (64, 256, 8), (512, 512, 2), (512, 2048, 1)),
     "reduction": ((4, 64, 8), (64, 256, 8), (512, 512, 2), (1024, 1024, 1)),
     "gather": ((16, 64, 4), (256, 256, 2), (1024, 512, 1)),
+    "draw": ((256, 8), (1 << 14, 4), (1 << 18, 1)),
 }
 _LARGE: _Sizes = {  # a GPU: up to some milliseconds
     "matmul": ((64, 64, 16), (512, 512, 16), (2048, 2048, 8), (8192, 4096, 2), (8192, 8192, 1)),
@@ -157,6 +167,7 @@ _LARGE: _Sizes = {  # a GPU: up to some milliseconds
     "softmax": ((4, 64, 16), (1024, 1024, 16), (8192, 2048, 8), (4096, 32768, 1)),
     "reduction": ((4, 64, 16), (1024, 1024, 16), (8192, 2048, 8), (16384, 4096, 2)),
     "gather": ((16, 64, 8), (2048, 1024, 4), (16384, 2048, 1)),
+    "draw": ((256, 16), (1 << 20, 8), (1 << 26, 2)),
 }
 
 

@@ -17,8 +17,8 @@ _NAMES: Mapping[Kind, frozenset[str]] = {
         {"conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
     ),
     "activation": frozenset(
-        {"gelu", "silu", "sigmoid", "tanh", "exp", "log", "log1p", "softplus", "mish", "elu", "celu", "selu", "pow", "erf", "sin", "cos", "dropout"}
-        | {"hardswish", "log_sigmoid", "bernoulli", "rand", "randn", "rand_like", "randn_like", "native_dropout", "logsumexp", "expm1"}
+        {"gelu", "silu", "sigmoid", "tanh", "exp", "log", "log1p", "softplus", "mish", "elu", "celu", "selu", "pow", "erf", "sin", "cos"}
+        | {"hardswish", "log_sigmoid", "logsumexp", "expm1"}
     ),
     "normalization": frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "native_layer_norm", "_fused_rms_norm"}),
     "softmax": frozenset(
@@ -39,6 +39,9 @@ _NAMES: Mapping[Kind, frozenset[str]] = {
     "reduction": frozenset({"sum", "mean", "amax", "amin", "max", "min", "norm", "var", "std", "any", "all", "argmax", "linalg_vector_norm", "prod"}),
     "gather": frozenset(
         {"embedding", "embedding_bag", "index", "index_select", "gather", "scatter", "scatter_add", "index_put", "index_add", "take", "one_hot"}
+    ),
+    "draw": frozenset(
+        {"dropout", "native_dropout", "feature_dropout", "alpha_dropout", "bernoulli", "rand", "randn", "rand_like", "randn_like", "multinomial"}
     ),
 }
 KIND_OF: Mapping[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names}
