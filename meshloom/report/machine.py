@@ -76,7 +76,7 @@ def duration(seconds: float) -> str:
     ('2.1 us', '13.7 ms', '2.5 s', '1.5 min', '2 h')
     """
     for limit, unit in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
-        if seconds >= limit:
+        if seconds >= 0.9995 * limit:
             return f"{seconds / limit:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
 
