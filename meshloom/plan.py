@@ -21,6 +21,7 @@ class Plan:
     """How one global batch becomes work for several ranks.
 
     dp: replicas; the batch is split over them.
+    tp: ranks that divide each replica's parameters and what is computed with them.
     microbatches: pieces that each replica computes one after another, accumulating gradients.
     zero: 0, every replica owns all optimizer state; 1, each owns and updates one dp-th of it.
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of each replica's own.
@@ -35,6 +36,7 @@ class Plan:
     """
 
     dp: int = 1
+    tp: int = 1
     microbatches: int = 1
     zero: int = 0
     sync_batch_norm: bool = False
@@ -48,16 +50,18 @@ class Plan:
             expected = type(field.default)
             if type(value) is not expected:
                 raise PlanError(f"{field.name}={value!r} must be {_describe(expected)}, like {field.name}={_text(field.default)}.")
-        for name in ("dp", "microbatches", "bucket_bytes"):
+        for name in ("dp", "tp", "microbatches", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
         if self.zero not in (0, 1):
             raise PlanError(f"zero={self.zero} is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp).")
+        if self.sync_batch_norm and self.tp > 1:
+            raise PlanError(f"sync_batch_norm=true works on modules, and tp={self.tp} computes operators. Use tp=1, or sync_batch_norm=false.")
 
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks this plan needs."""
-        return Mesh(dp=self.dp)
+        return Mesh(dp=self.dp, tp=self.tp)
 
     @property
     def num_chunks(self) -> int:

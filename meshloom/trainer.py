@@ -26,6 +26,7 @@ from meshloom.report.summary import Traffic, time_shares
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.saving import save
+from meshloom.state.team_data import open_team_reader
 
 T = TypeVar("T")
 CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
@@ -118,7 +119,7 @@ class Trainer:
     def batches(self) -> Iterator[Batch]:
         """This process's share of every global batch that is left, in order."""
         try:
-            self._readers = self.together(lambda replica: open_reader(self.job, self.plan, replica.seat.world, self.next_step, self.steps))
+            self._readers = self.together(self._open_reader)
             while self.next_step < self.steps:
                 yield self._read()
         finally:
@@ -132,6 +133,8 @@ class Trainer:
         if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_identical(batch.step))
             self._checks += 1
+        if self.plan.tp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
+            self.together(lambda replica: replica.check_team(batch.step))
         self._clock.steps += time.monotonic() - started
         self._clock.held_up += self._held_up() - held_up
         self._clock.num_steps += 1
@@ -148,7 +151,7 @@ class Trainer:
             raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
         if self._evaluation_data is None:
             self._evaluation_data = build_dataset(self.job.evaluate.data, self.job.seed)
-        chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.world) for replica in self.replicas]
+        chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.readers) for replica in self.replicas]
         self._evaluations += 1
         return self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
 
@@ -236,6 +239,8 @@ class Trainer:
         """Run one generator per local replica in lockstep, and return their results; errors say which rank."""
         # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
         turns = self.world.turns
+        if self.plan.tp > 1 and len(self.replicas) > 1:  # divided programs talk in forward and backward, and not all ranks alike
+            return turns.run([lambda replica=replica: _to_its_end(steps(replica), replica.seat) for replica in self.replicas])
         in_turns = self.plan.sync_batch_norm and len(self.replicas) > 1
 
         def advance(generators: Any) -> list[tuple[bool, Any]]:
@@ -250,6 +255,12 @@ class Trainer:
         shares = self.together(lambda replica: self._readers[self.replicas.index(replica)].read(self.next_step))
         self._clock.data += time.monotonic() - started
         return Batch(self.next_step, shares)
+
+    def _open_reader(self, replica: Replica) -> Steps[Reader]:
+        seat = replica.seat
+        if seat.team is None:
+            return open_reader(self.job, self.plan, seat.readers, self.next_step, self.steps)
+        return open_team_reader(self.job, self.plan, seat.readers, seat.team, self.next_step, self.steps)
 
     def _close_readers(self) -> None:
         for reader in self._readers:
@@ -336,6 +347,14 @@ def _plan(plan: Plan | str | None) -> Plan:
 def _fingerprint(replica: Replica) -> dict[str, str]:
     """Shape and dtype of everything that a checkpoint of this model holds."""
     return {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in replica.model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+
+
+def _to_its_end(rank: Steps[T], seat: Any) -> T:
+    """Run a simulated rank that hands over where it waits."""
+    while True:
+        done, result = _named(rank, seat)
+        if done:
+            return result
 
 
 def _named(rank: Steps[Any], seat: Any) -> tuple[bool, Any]:

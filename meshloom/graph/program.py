@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from meshloom.comm.group import Group
 from meshloom.errors import CaptureError
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.nodes import Input, Node, Ref, Variable, operator_name
@@ -62,6 +63,7 @@ class Program:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         visit: Callable[[Node, Any], None] | None = None,
+        group: Group | None = None,
     ) -> Any:
         """What the loss returns for `batch`, and buffers updated as the module would update its own.
 
@@ -70,6 +72,7 @@ class Program:
         dtype: compute everything of floating-point in this precision: constants, inner casts and autocast regions are lifted to it,
             and `parameters` and `buffers` are expected in it.
         visit: called with every node and its value; slower.
+        group: the ranks among which it is divided, if it is one rank's program.
         """
         if self.by_shapes:
             raise CaptureError(
@@ -81,7 +84,7 @@ class Program:
             runner = self._runners.setdefault((where, dtype, visit is not None), compile_program(self, where, dtype, visiting=visit is not None))
         leaves = leaves_of(batch).tensors
         self._check_batch(leaves)
-        return runner.run(parameters, buffers, [leaves[each.name] for each in self.inputs], visit)
+        return runner.run(parameters, buffers, [leaves[each.name] for each in self.inputs], visit, group)
 
     def digest(self) -> str:
         """A short hash of all that it computes: equal for programs that are the same, in any process. The user's lines do not count."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from meshloom.comm.group import Group
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
+from meshloom.graph.collectives import Joint
 from meshloom.graph.contexts import Entered
 from meshloom.graph.nodes import Input, Node, Ref, Variable, refs_in
+from meshloom.graph.sliced import PartOfDraw
 
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 
@@ -44,9 +47,16 @@ class Runner:
     """A compiled program."""
 
     def __init__(
-        self, program: Listing, function: Callable[..., Any], constants: list[Tensor], device: torch.device, dtype: torch.dtype | None
+        self,
+        program: Listing,
+        function: Callable[..., Any],
+        special: Sequence[Any],
+        constants: list[Tensor],
+        device: torch.device,
+        dtype: torch.dtype | None,
     ) -> None:
         self._function = function
+        self._special = special
         self._parameters = [each.name for each in _used(program, program.parameters)]
         self._buffers = [each.name for each in _used(program, program.buffers)]
         self._updates = list(program.updates)
@@ -57,13 +67,20 @@ class Runner:
         self._dtype = dtype
         self._contexts = _contexts(program)
 
-    def run(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], leaves: Iterable[Tensor], visit: Any = None) -> Any:
+    def run(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Iterable[Tensor],
+        visit: Any = None,
+        group: Group | None = None,
+    ) -> Any:
         """As `Program.run`; leaves: the batch's tensors in order."""
         dtype = self._dtype
         inputs = [leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None) for leaf in leaves]
         state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]
         with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
-            values = self._function(entered, visit, *state, *self._constants, *inputs)
+            values = self._function(entered, visit, Special(self._special, group), *state, *self._constants, *inputs)
         if self._updates:
             with torch.no_grad():
                 for name, value in zip(self._updates, values[self._num_outputs :], strict=True):
@@ -72,7 +89,7 @@ class Runner:
 
 
 def compile_program(program: Listing, device: torch.device, dtype: torch.dtype | None, *, visiting: bool = False) -> Runner:
-    """A function of (entered, visit, parameters..., buffers..., constants..., inputs...) that gives outputs and updates.
+    """A function of (entered, visit, special, parameters..., buffers..., constants..., inputs...) that gives outputs and updates.
 
     dtype: lift everything of floating-point to it. visiting: call `visit` with every node and its value.
     """
@@ -81,7 +98,8 @@ def compile_program(program: Listing, device: torch.device, dtype: torch.dtype |
             f"A program is lifted to torch.float32 or torch.float64, not to {dtype}. For a lower precision, capture a job whose model has it."
         )
     graph = fx.Graph()
-    entered, visit = graph.placeholder("entered"), graph.placeholder("visit")
+    entered, visit, special = (graph.placeholder(name) for name in ("entered", "visit", "special"))
+    specials: list[Any] = []
     state = [*_used(program, program.parameters), *_used(program, program.buffers)]
     made = {name: graph.placeholder(name) for name in [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]}
     contexts = _contexts(program)
@@ -96,7 +114,14 @@ def compile_program(program: Listing, device: torch.device, dtype: torch.dtype |
             target = keyed_out_of_place
         elif node.num_draws:
             target, args = keyed, (target, *args)
-        made[node.name] = graph.call_function(target, args, kwargs)
+        if target is keyed and isinstance(args[0], PartOfDraw):
+            specials.append(args[0])
+            made[node.name] = graph.call_method("draw", (special, len(specials) - 1, *args[1:]), kwargs)
+        elif isinstance(target, Joint):
+            specials.append(target)
+            made[node.name] = graph.call_method("talk", (special, len(specials) - 1, *args))
+        else:
+            made[node.name] = graph.call_function(target, args, kwargs)
         if visiting:
             graph.call_function(_visited, (visit, node.name, made[node.name]))
     outputs = [*program.outputs, *program.updates.values()]
@@ -105,9 +130,26 @@ def compile_program(program: Listing, device: torch.device, dtype: torch.dtype |
     if visiting:
         nodes = {node.name: node for node in program.nodes}
         plain = function
-        function = lambda entered, visit, *values: plain(entered, _Visit(nodes, visit), *values)  # noqa: E731
-    constants = [each.to(device, _lifted(each.dtype, dtype)) for each in program.constants.values()]
-    return Runner(program, function, constants, device, dtype)
+        function = lambda entered, visit, special, *values: plain(entered, _Visit(nodes, visit), special, *values)  # noqa: E731
+    constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
+    return Runner(program, function, specials, constants, device, dtype)
+
+
+class Special:
+    """What a program calls that is no function of its operands alone. group: the ranks that it is divided among."""
+
+    def __init__(self, targets: Sequence[Any], group: Group | None) -> None:
+        self._targets = targets
+        self._group = group
+
+    def talk(self, number: int, *args: Any) -> Any:
+        """Call number `number`, which talks to the other ranks."""
+        assert self._group is not None, "a divided program runs over a group"
+        return self._targets[number].run(self._group, *args)
+
+    def draw(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """Call number `number`, which draws, with keys."""
+        return keyed(self._targets[number], *args, **kwargs)
 
 
 class _Visit:
@@ -133,10 +175,11 @@ def _built(value: Any, made: Mapping[str, fx.Node], captured_on: torch.device, d
         return {key: _built(each, made, captured_on, device, dtype) for key, each in value.items()}
     if isinstance(value, torch.device):
         return device if value.type == captured_on.type else value
-    return _lifted(value, dtype) if isinstance(value, torch.dtype) else value
+    return lifted(value, dtype) if isinstance(value, torch.dtype) else value
 
 
-def _lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+def lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """The precision in which a program that is lifted to `dtype` computes what it would compute in `value`."""
     if dtype is None or not (value.is_floating_point or value.is_complex):
         return value
     return _COMPLEX[dtype] if value.is_complex else dtype

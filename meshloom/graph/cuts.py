@@ -1,0 +1,146 @@
+"""Candidate cuts of a program: which axes its ranks could divide among them, and what they then hold of each value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshloom.graph.axes import Axis
+from meshloom.graph.layout import Axes, Layout
+from meshloom.graph.pieces import Interval, Pieces, Runs
+from meshloom.graph.placement import Cut, even_parts, shared_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """A number for every axis without parts, in the order of the program; `axes[number]` is the axis."""
+
+    of: Mapping[Axis, int]
+    axes: tuple[Axis, ...]
+
+    def leaves(self, axis: Axis) -> frozenset[int]:
+        """Numbers of the axes that an axis is made of; those of size 1 are not axes to cut."""
+        return frozenset(self.of[leaf.root] for leaf in axis.leaves() if leaf.root in self.of)
+
+
+def numbers_of(layout: Layout) -> Numbers:
+    """Number the axes of all values, and of labels that no value has by itself."""
+    of: dict[Axis, int] = {}
+    for tensors in layout.values.values():
+        for axes in tensors:
+            for axis in axes:
+                for leaf in axis.leaves():
+                    if leaf.size > 1:
+                        of.setdefault(leaf.root, len(of))
+    for mapped in layout.mapped.values():
+        for axis in mapped.labels.values():
+            for leaf in axis.leaves():
+                if leaf.size > 1:
+                    of.setdefault(leaf.root, len(of))
+    return Numbers(of=of, axes=tuple(of))
+
+
+def candidates(layout: Layout, numbers: Numbers, num_ranks: int) -> list[Cut]:
+    """Every cut that could be worth taking: of an axis of at least `num_ranks` indices; of several in a row; of a small one times another."""
+    found: dict[frozenset[tuple[int, tuple[Interval, ...]]], Cut] = {}
+
+    def add(parts: Mapping[int, tuple[Interval, ...]], *, times: bool = False) -> None:
+        found.setdefault(frozenset(parts.items()), Cut(name=f"axis {'.'.join(map(str, parts))}", parts=dict(parts), times=times))
+
+    for axis in _all_axes(layout):
+        if axis.kind == "concatenation" and all(part.kind is None for part in axis.parts):
+            leaves = [part.root for part in axis.parts]
+            if len(set(leaves)) == len(leaves) and axis.size >= num_ranks:
+                ranges = _along(even_parts(axis.size, num_ranks), [leaf.size for leaf in leaves])
+                add({numbers.of[leaf]: intervals for leaf, intervals in zip(leaves, ranges, strict=True) if leaf in numbers.of})
+        if axis.kind == "product":
+            for outer, inner in zip(axis.parts, axis.parts[1:], strict=False):
+                if (
+                    outer.kind is None
+                    and inner.kind is None
+                    and 1 < outer.size < num_ranks <= outer.size * inner.size
+                    and outer.root is not inner.root
+                ):
+                    outers, inners = shared_parts(outer.size, inner.size, num_ranks)
+                    add({numbers.of[outer.root]: outers, numbers.of[inner.root]: inners}, times=True)
+        for leaf in axis.leaves():
+            if leaf.size >= num_ranks and leaf.root in numbers.of:
+                add({numbers.of[leaf.root]: even_parts(leaf.size, num_ranks)})
+    return list(found.values())
+
+
+def pieces_of(axes: Axes, cut: Cut | None, numbers: Numbers, num_ranks: int) -> Pieces:
+    """What each rank holds of a value with these axes."""
+    rows = tuple(tuple(runs_of(axis, cut, numbers, rank) for axis in axes) for rank in range(num_ranks))
+    return Pieces(tuple(axis.size for axis in axes), rows)
+
+
+def runs_of(axis: Axis, cut: Cut | None, numbers: Numbers, rank: int) -> Runs | None:
+    """The indices of an axis that a rank holds; None: all, whatever the rank."""
+    if cut is None or not (numbers.leaves(axis) & cut.parts.keys()):
+        return None
+    return _runs(axis, cut, numbers, rank)
+
+
+def _runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> Runs:
+    root = axis.root
+    if root.kind is None:
+        number = numbers.of.get(root)
+        start, stop = cut.parts[number][rank] if number is not None and number in cut.parts else (0, root.size)
+        return ((start, stop),) if start < stop else ()
+    if root.kind == "concatenation":
+        found: list[Interval] = []
+        offset = 0
+        for part in root.parts:
+            found += [(offset + start, offset + stop) for start, stop in _runs(part, cut, numbers, rank)]
+            offset += part.size
+        return _joined(found)
+    runs: Runs = ((0, 1),)
+    for part in root.parts:
+        inner = _runs(part, cut, numbers, rank)
+        if inner == ((0, part.size),):
+            runs = tuple((start * part.size, stop * part.size) for start, stop in runs)
+        else:
+            runs = tuple(
+                (index * part.size + start, index * part.size + stop) for first, last in runs for index in range(first, last) for start, stop in inner
+            )
+    return _joined(runs)
+
+
+def _joined(runs: Sequence[Interval]) -> Runs:
+    """Runs that touch as one."""
+    joined: list[Interval] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _along(ranges: Sequence[Interval], sizes: Sequence[int]) -> list[tuple[Interval, ...]]:
+    """Ranges over several parts in a row, as ranges within each.
+
+    >>> _along([(0, 4), (4, 7)], [6, 1])
+    [((0, 4), (4, 6)), ((0, 0), (0, 1))]
+    """
+    found: list[tuple[Interval, ...]] = []
+    offset = 0
+    for size in sizes:
+        found.append(tuple((min(max(start - offset, 0), size), max(min(stop - offset, size), 0)) for start, stop in ranges))
+        offset += size
+    return [tuple((start, max(start, stop)) if start < stop else (0, 0) for start, stop in row) for row in found]
+
+
+def _all_axes(layout: Layout) -> Iterator[Axis]:
+    seen: set[Axis] = set()
+    pending = [axis for tensors in layout.values.values() for axes in tensors for axis in axes]
+    pending += [axis for mapped in layout.mapped.values() for axis in mapped.labels.values()]
+    for first in pending:
+        stack = [first.root]
+        while stack:
+            axis = stack.pop()
+            if axis not in seen:
+                seen.add(axis)
+                yield axis
+                stack += [part.root for part in axis.parts]

@@ -1,0 +1,132 @@
+"""The axes of every value of a program, and the factor map of every node over them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from meshloom.graph.axes import Axis, concatenation, product, unify
+from meshloom.graph.nodes import Meta, Node, Ref
+from meshloom.graph.program import Program
+from meshloom.graph.rules.call import call_of
+from meshloom.graph.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
+from meshloom.graph.rules.table import Rules, factors_of
+
+Axes = tuple[Axis, ...]  # one per dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """A node with its factor map: label -> axis. whole: labels that must not be cut, those included whose dims did not fit together."""
+
+    node: Node
+    factors: Factors
+    labels: Mapping[str, Axis]
+    whole: frozenset[str]
+    apart: frozenset[frozenset[str]]  # pairs of labels that may share an axis: they are never in one tensor's dims together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """values: name -> axes of each of its tensors. mapped: node name -> its map, where there is a rule for it."""
+
+    program: Program
+    values: Mapping[str, tuple[Axes, ...]]
+    metas: Mapping[str, tuple[Meta, ...]]
+    mapped: Mapping[str, Mapped]
+
+
+def layout_of(program: Program, rules: Rules) -> Layout:
+    """Follow the program once, making axes one where an operator pairs them."""
+    values: dict[str, tuple[Axes, ...]] = {}
+    metas: dict[str, tuple[Meta, ...]] = {}
+    for each in _leaves(program):
+        values[each[0]] = (_fresh(each[1].shape),)
+        metas[each[0]] = (each[1],)
+    for name, constant in program.constants.items():
+        values[name] = (_fresh(tuple(constant.shape)),)
+        metas[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=tuple(constant.stride()), requires_grad=False),)
+    mapped: dict[str, Mapped] = {}
+    for node in program.nodes:
+        metas[node.name] = node.outputs
+        if node.target is operator.getitem:
+            source: Ref = node.args[0]
+            values[node.name] = (values[source.name][node.args[1]],)
+            continue
+        call = call_of(node, metas)
+        factors = factors_of(call, rules) if call is not None else None
+        if factors is None:
+            values[node.name] = tuple(_fresh(output.shape) for output in node.outputs)
+            continue
+        operands = [values[ref.name][0] for ref in node.operands()]
+        mapped[node.name] = each_mapped = _map(node, factors, operands)
+        values[node.name] = tuple(
+            tuple(_axis(term, each_mapped.labels, size) for term, size in zip(dims, output.shape, strict=True))
+            for dims, output in zip(factors.outputs, node.outputs, strict=True)
+        )
+    return Layout(program=program, values=values, metas=metas, mapped=mapped)
+
+
+def axes_of(dims: Dims, labels: Mapping[str, Axis], shape: tuple[int, ...] | None = None) -> Axes:
+    """The axes of dims that a factor map names; dims without a name are whole. shape: sizes of those."""
+    return tuple(_axis(term, labels, shape[place] if shape else -1) for place, term in enumerate(dims))
+
+
+def _leaves(program: Program) -> Iterator[tuple[str, Meta]]:
+    for variable in (*program.parameters.values(), *program.buffers.values()):
+        yield variable.value, variable.meta
+    for each in program.inputs:
+        yield each.value, each.meta
+
+
+def _fresh(shape: tuple[int, ...]) -> Axes:
+    return tuple(Axis(size) for size in shape)
+
+
+def _map(node: Node, factors: Factors, operands: list[Axes]) -> Mapped:
+    labels = _labels(factors, operands)
+    whole = set(factors.whole)
+    for dims, axes in zip(factors.operands, operands, strict=True):
+        assert len(dims) == len(axes), f"{node.operator}: {dims} for {axes}"
+        for term, axis in zip(dims, axes, strict=True):
+            if term is not None and not unify(axis, _axis(term, labels, axis.size)):
+                whole.update(labels_in(term))
+    return Mapped(node=node, factors=factors, labels=labels, whole=frozenset(whole), apart=frozenset(_apart(factors)))
+
+
+def _labels(factors: Factors, operands: list[Axes]) -> dict[str, Axis]:
+    """An axis for every label, of the size that it has where it stands alone, else as the map says."""
+    sizes = dict(factors.sizes)
+    for dims, axes in zip(factors.operands, operands, strict=True):
+        for term, axis in zip(dims, axes, strict=True):
+            if isinstance(term, str) and sizes.get(term, 1) == 1:
+                sizes[term] = axis.size
+    return {label: Axis(size) for label, size in sizes.items()}
+
+
+def _axis(term: Term, labels: Mapping[str, Axis], size: int) -> Axis:
+    if term is None:
+        return Axis(size)
+    if isinstance(term, str):
+        return labels[term]
+    parts = [_axis(part, labels, -1) for part in term.parts]
+    return product(parts) if isinstance(term, Product) else concatenation(parts)
+
+
+def _apart(factors: Factors) -> Iterator[frozenset[str]]:
+    """Labels that follow each other in one dim, and never multiply."""
+    for dims in (*factors.operands, *factors.outputs):
+        for term in _terms(dims):
+            if isinstance(term, Concat):
+                names = [labels_in(part) for part in term.parts]
+                yield from (
+                    frozenset({one, other}) for place, mine in enumerate(names) for theirs in names[:place] for one in mine for other in theirs
+                )
+
+
+def _terms(dims: Dims) -> Iterator[Term]:
+    for term in dims:
+        yield term
+        if isinstance(term, Product | Concat):
+            yield from _terms(term.parts)

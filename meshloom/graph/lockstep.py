@@ -1,0 +1,100 @@
+"""All ranks' programs in one thread, node by node: a change of placement is an operation on the list of all ranks' tensors.
+
+Nothing can wait for anything, and after every node all ranks' values can be looked at together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
+from meshloom.graph.collectives import Joint
+from meshloom.graph.contexts import Entered
+from meshloom.graph.leaves import leaves_of
+from meshloom.graph.nodes import Node, Ref
+from meshloom.graph.program import Program
+from meshloom.graph.runner import lifted
+from meshloom.random import seed_torch
+
+State = Mapping[str, Tensor]
+
+
+def run_in_lockstep(
+    programs: Sequence[Program],
+    parameters: Sequence[State],
+    buffers: Sequence[State],
+    batch: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    visit: Callable[[Node, list[Any]], None] | None = None,
+) -> list[Any]:
+    """What the loss returns on every rank.
+
+    parameters, buffers: rank -> its parts by name. dtype: compute everything of floating-point in it, as `Program.run` does.
+    visit: called with every node and all ranks' values.
+    """
+    ranks = range(len(programs))
+    values: list[dict[str, Any]] = [{} for _ in ranks]
+    leaves = leaves_of(batch).tensors
+    for rank, program in enumerate(programs):
+        known = values[rank]
+        known.update({each.value: parameters[rank][name] for name, each in program.parameters.items()})
+        known.update({each.value: buffers[rank][name] for name, each in program.buffers.items()})
+        known.update({name: _lifted(each, dtype) for name, each in program.constants.items()})
+        known.update({each.value: _lifted(leaves[each.name], dtype) for each in program.inputs})
+    contexts = tuple(dict.fromkeys(node.context for program in programs for node in program.nodes))
+    with Entered(contexts, device=programs[0].device.type, lifted=dtype is not None) as entered:
+        for nodes in zip(*(program.nodes for program in programs), strict=True):
+            entered.move_to(contexts.index(nodes[0].context))
+            results = _run(nodes, values, dtype)
+            for rank, result in enumerate(results):
+                values[rank][nodes[0].name] = result
+            if visit is not None:
+                visit(nodes[0], results)
+    for rank, program in enumerate(programs):
+        with torch.no_grad():
+            for name, ref in program.updates.items():
+                buffers[rank][name].copy_(values[rank][ref.name])
+    return [
+        tree_unflatten([_look_up(each, values[rank], None) for each in program.outputs], program.out_spec) for rank, program in enumerate(programs)
+    ]
+
+
+def _run(nodes: Sequence[Node], values: Sequence[Mapping[str, Any]], dtype: torch.dtype | None) -> list[Any]:
+    target = nodes[0].target
+    given = [_look_up((node.args, dict(node.kwargs)), known, dtype) for node, known in zip(nodes, values, strict=True)]
+    if isinstance(target, Joint):
+        return target.run_all(*(list(column) for column in zip(*(args for args, _ in given), strict=True)))
+    seed = torch.default_generator.initial_seed()
+    results: list[Any] = []
+    for node, (args, kwargs) in zip(nodes, given, strict=True):
+        if not node.num_draws:
+            results.append(node.target(*args, **kwargs))
+            continue
+        seed_torch(seed)  # every rank draws the same
+        if node.target is out_of_place:
+            results.append(keyed_out_of_place(*args, **kwargs))
+        else:
+            results.append(keyed(node.target, *args, **kwargs))
+    return results
+
+
+def _look_up(value: Any, known: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
+    if isinstance(value, Ref):
+        return known[value.name]
+    if isinstance(value, tuple):
+        return tuple(_look_up(each, known, dtype) for each in value)
+    if isinstance(value, list):
+        return [_look_up(each, known, dtype) for each in value]
+    if isinstance(value, dict):
+        return {key: _look_up(each, known, dtype) for key, each in value.items()}
+    return lifted(value, dtype) if isinstance(value, torch.dtype) else value
+
+
+def _lifted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(lifted(tensor.dtype, dtype))

@@ -1,0 +1,133 @@
+"""Operators on a part of what they work on, where the operator itself would give something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+
+
+def mean_of_part(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None) -> Tensor:
+    """This part's share of a mean over `count` elements: parts of it sum to the mean."""
+    return x.sum(list(dims), keepdim, dtype=dtype) / count
+
+
+def loss_of_part(loss: Callable[..., Tensor], x: Tensor, target: Tensor, count: int, settings: Mapping[str, Any]) -> Tensor:
+    """This part's share of a mean of `count` elementwise losses."""
+    return loss(x, target, reduction=2, **settings) / count
+
+
+def embedding_of_part(weight: Tensor, index: Tensor, start: int, padding: int) -> Tensor:
+    """Rows of an embedding of which `weight` [rows, d] is the part from row `start` on; zeros for rows that are elsewhere.
+
+    index [*] -> [*, d]. The parts sum to the whole embedding.
+    """
+    here = (index >= start) & (index < start + weight.shape[0])
+    if not weight.shape[0]:
+        return weight.new_zeros(*index.shape, weight.shape[1])
+    local = torch.where(here, index - start, 0)
+    inside = padding - start if start <= padding < start + weight.shape[0] else -1
+    found = torch.ops.aten.embedding.default(weight, local, inside)
+    return torch.where(here.unsqueeze(-1), found, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyOfPart:
+    """Cross-entropy where every rank has the logits of a part of the classes, and all of them get the whole loss.
+
+    Two all-reduces of a number per row: the largest logit; then the sum of exponentials, the target's logit and, for smoothing, the sum of
+    logits. Backward talks to nobody: softmax minus target of this part. (Megatron-LM's vocabulary-parallel loss; Shoeybi et al., 2019.)
+
+    start: first class of every rank's part. reduction: 0 none, 1 mean, 2 sum, as ATen counts them.
+    """
+
+    starts: tuple[int, ...]
+    num_classes: int
+    reduction: int
+    ignored: int
+    smoothing: float
+
+    def run(self, group: Group, logits: Tensor, target: Tensor) -> Tensor:
+        """On this rank: logits [n, part of v], target [n] -> the loss."""
+
+        def largest(values: list[Tensor]) -> Tensor:
+            group.all_reduce(values[0], "max").wait()
+            return values[0]
+
+        def total(values: list[Tensor]) -> Tensor:
+            group.all_reduce(values[0]).wait()
+            return values[0]
+
+        function: Any = _CrossEntropy.apply
+        (loss,) = function(self, (group.rank,), largest, total, target, logits)
+        return self._reduce(loss, target)
+
+    def run_all(self, logits: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """On all ranks at once."""
+
+        def total(values: list[Tensor]) -> Tensor:
+            result = values[0].clone()
+            for each in values[1:]:
+                result += each
+            return result
+
+        function: Any = _CrossEntropy.apply
+        ranks = tuple(range(len(logits)))
+        losses = function(self, ranks, lambda values: torch.stack(values).amax(0), total, targets[0], *logits)
+        return [self._reduce(loss, target) for loss, target in zip(losses, targets, strict=True)]
+
+    def _reduce(self, losses: Tensor, target: Tensor) -> Tensor:
+        if self.reduction == 0:
+            return losses
+        total = losses.sum()
+        return total / (target != self.ignored).sum() if self.reduction == 1 else total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: CrossEntropyOfPart, ranks: tuple[int, ...], largest: Any, total: Any, target: Tensor, *logits: Tensor) -> Any:
+        low = torch.finfo(logits[0].dtype).min
+        top = largest([each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], low) for each in logits])
+        kept = target != part.ignored
+        shifted = [each - top[:, None] for each in logits]
+        sums: list[Tensor] = []
+        places: list[tuple[Tensor, Tensor]] = []
+        for rank, each in zip(ranks, shifted, strict=True):
+            local = target - part.starts[rank]
+            here = (local >= 0) & (local < each.shape[1]) & kept
+            local = torch.where(here, local, 0)
+            places.append((here, local))
+            found = each.gather(1, local[:, None])[:, 0] if each.shape[1] else each.new_zeros(each.shape[0])
+            rows = [each.exp().sum(1), torch.where(here, found, 0.0)]
+            sums.append(torch.stack([*rows, each.sum(1)] if part.smoothing else rows))
+        everyone = total(sums)
+        exponentials, hits = everyone[0], everyone[1]
+        log_sum = exponentials.log()
+        losses = log_sum - hits
+        if part.smoothing:
+            losses = (1 - part.smoothing) * losses + part.smoothing * (log_sum - everyone[2] / part.num_classes)
+        losses = torch.where(kept, losses, 0.0)
+        ctx.part, ctx.places, ctx.kept = part, places, kept
+        ctx.save_for_backward(*[(each - log_sum[:, None]).exp() for each in shifted])
+        return tuple(losses.clone() for _ in ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        part: CrossEntropyOfPart = ctx.part
+        results: list[Tensor] = []
+        for gradient, probabilities, (here, local) in zip(gradients, ctx.saved_tensors, ctx.places, strict=True):
+            result = probabilities - part.smoothing / part.num_classes if part.smoothing else probabilities.clone()
+            if result.shape[1]:
+                result.scatter_add_(1, local[:, None], torch.where(here, part.smoothing - 1.0, 0.0).to(result.dtype)[:, None])
+            results.append(result * (gradient * ctx.kept)[:, None])
+        return None, None, None, None, None, *results
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOfDraw:
+    """A random operator on a part of its tensor, whose draws are that part of the whole tensor's draws."""

@@ -1,0 +1,193 @@
+"""The program of each rank: smaller parameters, smaller views, and changes of placement where a choice asks for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.graph.choose import Choice, Held
+from meshloom.graph.collectives import Kind, Transition
+from meshloom.graph.contexts import Context
+from meshloom.graph.cuts import pieces_of, runs_of
+from meshloom.graph.fuse import with_gathered_linears
+from meshloom.graph.layout import axes_of
+from meshloom.graph.nodes import Meta, Node, Ref, Variable, refs_in
+from meshloom.graph.pieces import Pieces
+from meshloom.graph.placement import INVARIANT, PARTIAL, Part, Placement
+from meshloom.graph.program import Program
+from meshloom.graph.rules.factors import Sizes
+from meshloom.graph.sliced import PartOfDraw
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A divided program. program: rank -> what it computes; nodes and values have the same names on all. parameters, buffers: name -> who holds what."""
+
+    choice: Choice
+    programs: tuple[Program, ...]
+    parameters: Mapping[str, Pieces]
+    buffers: Mapping[str, Pieces]
+    summed: tuple[str, ...]  # parameters whose gradients are to be summed over the ranks, once a step
+
+    @property
+    def held(self) -> Held:
+        """What later programs of the same job must keep to."""
+        choice = self.choice
+        variables = {**choice.layout.program.parameters, **choice.layout.program.buffers}
+        pieces = {**self.parameters, **self.buffers}
+        return {name: (pieces[name], choice.variables[each.value] == INVARIANT) for name, each in variables.items()}
+
+
+def partition(choice: Choice) -> Partition:
+    """The programs of all ranks."""
+    program = choice.layout.program
+    parameters = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.parameters.items()}
+    buffers = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.buffers.items()}
+    return Partition(
+        choice=choice,
+        programs=tuple(_program(choice, rank, parameters, buffers) for rank in range(choice.num_ranks)),
+        parameters=parameters,
+        buffers=buffers,
+        summed=tuple(
+            name for name, each in program.parameters.items()
+            if each.meta.requires_grad and choice.variables[each.value] != INVARIANT and parameters[name].is_shared
+        ),
+    )  # fmt: skip
+
+
+def _program(choice: Choice, rank: int, parameters: Mapping[str, Pieces], buffers: Mapping[str, Pieces]) -> Program:
+    program = choice.layout.program
+    builder = _Builder(choice, rank)
+    for node in program.nodes:
+        builder.add(node)
+    outputs = tuple(builder.read(each, INVARIANT) if isinstance(each, Ref) else each for each in program.outputs)
+    updates = {name: builder.read(each, INVARIANT) for name, each in program.updates.items()}
+    return dataclasses.replace(
+        program,
+        parameters={name: _variable(each, parameters[name], rank) for name, each in program.parameters.items()},
+        buffers={name: _variable(each, buffers[name], rank) for name, each in program.buffers.items()},
+        nodes=with_gathered_linears(builder.nodes, frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))),
+        outputs=outputs,
+        updates=updates,
+        _runners={},
+    )
+
+
+def _variable(variable: Variable, pieces: Pieces, rank: int) -> Variable:
+    return dataclasses.replace(variable, meta=_local(variable.meta, pieces, rank))
+
+
+def _local(meta: Meta, pieces: Pieces, rank: int) -> Meta:
+    shape = pieces.local_shape(rank)
+    return meta if shape == meta.shape else dataclasses.replace(meta, shape=shape, stride=_contiguous(shape))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+class _Builder:
+    """One rank's nodes, in the order of the program; a change of placement comes right before the first node that wants it."""
+
+    def __init__(self, choice: Choice, rank: int) -> None:
+        self.choice = choice
+        self.rank = rank
+        self.nodes: list[Node] = []
+        self.changed: dict[tuple[str, Placement], str] = {}
+
+    def add(self, node: Node) -> None:
+        """The rank's part of a node, after the changes that it needs."""
+        choice, layout = self.choice, self.choice.layout
+        strategy = choice.strategies[node.name]
+        wanted = iter(strategy.operands)
+        args, kwargs = self._replaced((node.args, dict(node.kwargs)), wanted, node)
+        target = node.target
+        outputs = tuple(
+            _local(
+                meta, pieces_of(axes, strategy.output.cut if isinstance(strategy.output, Part) else None, choice.numbers, choice.num_ranks), self.rank
+            )
+            for meta, axes in zip(node.outputs, layout.values[node.name], strict=True)
+        )
+        mapped = layout.mapped.get(node.name)
+        if strategy.cut is not None and mapped is not None:
+            if mapped.factors.local is not None:
+                target, args, kwargs = mapped.factors.local(target, args, kwargs, self._sizes(node, outputs))
+            if node.num_draws:
+                drawn = mapped.factors.outputs[0] if mapped.factors.drawn is None else mapped.factors.drawn
+                pieces = pieces_of(axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks)
+                stride = node.outputs[0].stride if mapped.factors.drawn is None else None
+                target = PartOfDraw(op=target, sizes=pieces.shape, held=pieces.held[self.rank], count=node.num_draws, stride=stride)
+        self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs))
+
+    def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
+        """The value placed so, changed if need be (once, however many nodes want it)."""
+        source = self.choice.placement(ref.name)
+        if source == placement:
+            return ref
+        if (ref.name, placement) not in self.changed:
+            self.changed[ref.name, placement] = self._change(ref, source, placement, node)
+        return Ref(self.changed[ref.name, placement])
+
+    def _change(self, ref: Ref, source: Placement, target: Placement, node: Node | None) -> str:
+        choice = self.choice
+        meta = choice.layout.metas[ref.name][0]
+        before, after = (choice.pieces(ref.name, each) for each in (source, target))
+        if not meta.requires_grad and before.is_whole and after.is_whole and PARTIAL not in (source, target):
+            return ref.name  # the same values, and no gradient to tell them apart
+        name = f"{ref.name}__{len(self.changed)}"
+        local = _local(meta, after, self.rank)
+        made = Node(
+            name=name,
+            target=Transition(source=_kind(source), target=_kind(target), before=before, after=after),
+            args=(ref,),
+            kwargs={},
+            context=self._context(ref, node),
+            path=node.path if node else "",
+            line=node.line if node else None,
+            draw=None,
+            num_draws=0,
+            outputs=(local,),
+        )
+        self.nodes.append(made)
+        return name
+
+    def _context(self, ref: Ref, node: Node | None) -> Any:
+        return node.context if node is not None else Context()
+
+    def _replaced(self, value: Any, wanted: Any, node: Node) -> Any:
+        if isinstance(value, Ref):
+            return self.read(value, next(wanted), node)
+        if isinstance(value, tuple | list):
+            return tuple(self._replaced(each, wanted, node) for each in value)
+        if isinstance(value, dict):
+            return {key: self._replaced(each, wanted, node) for key, each in value.items()}
+        return value
+
+    def _sizes(self, node: Node, outputs: tuple[Meta, ...]) -> Sizes:
+        choice, layout = self.choice, self.choice.layout
+        strategy, mapped = choice.strategies[node.name], layout.mapped[node.name]
+        here: dict[str, int] = {}
+        starts: dict[str, tuple[int, ...]] = {}
+        for label, axis in mapped.labels.items():
+            runs = [runs_of(axis, strategy.cut, choice.numbers, rank) for rank in range(choice.num_ranks)]
+            mine = runs[self.rank]
+            here[label] = axis.size if mine is None else sum(stop - start for start, stop in mine)
+            starts[label] = tuple(each[0][0] if each else 0 for each in runs)
+        operands = tuple(
+            choice.pieces(ref.name, placement).local_shape(self.rank) for ref, placement in zip(node.operands(), strategy.operands, strict=True)
+        )
+        return Sizes(
+            here=here, whole={label: axis.size for label, axis in mapped.labels.items()}, operands=operands,
+            outputs=tuple(output.shape for output in outputs), starts=starts, rank=self.rank,
+        )  # fmt: skip
+
+
+def _kind(placement: Placement) -> Kind:
+    return "part" if isinstance(placement, Part) else "partial" if placement == PARTIAL else "invariant"

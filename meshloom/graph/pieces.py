@@ -1,0 +1,180 @@
+"""Which indices of a tensor each rank holds, and the moves between a tensor and its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Interval = tuple[int, int]  # from, up to
+Runs = tuple[Interval, ...]  # of indices, in order, none empty, none touching the next
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Who holds what of a tensor of `shape`. held: rank -> dim -> its runs of indices; None: all of that dim."""
+
+    shape: tuple[int, ...]
+    held: tuple[tuple[Runs | None, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many hold it."""
+        return len(self.held)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what a rank holds.
+
+        >>> Pieces((4, 5), ((None, ((0, 3),)), (None, ((3, 5),)))).local_shape(1)
+        (4, 2)
+        """
+        return tuple(
+            size if runs is None else sum(stop - start for start, stop in runs) for size, runs in zip(self.shape, self.held[rank], strict=True)
+        )
+
+    def num_elements(self, rank: int) -> int:
+        """Elements that a rank holds."""
+        total = 1
+        for size in self.local_shape(rank):
+            total *= size
+        return total
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return all(runs is None for row in self.held for runs in row)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some index is held by several ranks."""
+        return _is_shared(self)
+
+    def meeting(self, rank: int, other: Pieces, others_rank: int) -> Pieces:
+        """What `rank` holds here and `others_rank` holds there, as pieces in which every rank holds just that."""
+        both = tuple(_common(mine, theirs) for mine, theirs in zip(self.held[rank], other.held[others_rank], strict=True))
+        return Pieces(self.shape, (both,) * self.num_ranks)
+
+
+def whole(shape: Sequence[int], num_ranks: int) -> Pieces:
+    """All of it on every rank."""
+    return Pieces(tuple(shape), ((None,) * len(shape),) * num_ranks)
+
+
+def owned(pieces: Pieces) -> Pieces:
+    """The same, with every index left to the first rank that holds it.
+
+    >>> owned(Pieces((4,), ((((0, 3),),), (((1, 4),),)))).held
+    ((((0, 3),),), (((3, 4),),))
+    """
+    return _owned(pieces) if pieces.is_shared else pieces
+
+
+def take(pieces: Pieces, rank: int, tensor: Tensor) -> Tensor:
+    """A rank's part [local_shape] of a whole tensor: a view if it is one."""
+    for dim, runs in enumerate(pieces.held[rank]):
+        if runs is not None:
+            parts = [tensor.narrow(dim, start, stop - start) for start, stop in runs]
+            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+def place(pieces: Pieces, rank: int, part: Tensor) -> Tensor:
+    """A whole tensor of zeros with a rank's part in its place."""
+    if all(runs is None for runs in pieces.held[rank]):
+        return part
+    made = part.new_zeros(pieces.shape)
+    put(pieces, rank, part, made)
+    return made
+
+
+def put(pieces: Pieces, rank: int, part: Tensor, into: Tensor) -> None:
+    """Write a rank's part to its place in the whole tensor."""
+    for target, source in _blocks(pieces.held[rank], pieces.shape, into, part):
+        target.copy_(source)
+
+
+def assemble(pieces: Pieces, parts: Sequence[Tensor]) -> Tensor:
+    """The whole tensor of all ranks' parts. What several hold is taken from the first of them."""
+    if all(runs is None for runs in pieces.held[0]):
+        return parts[0]
+    made = parts[0].new_empty(pieces.shape)
+    for rank in reversed(range(pieces.num_ranks)):
+        put(pieces, rank, parts[rank], made)
+    return made
+
+
+def embed(inner: Pieces, outer: Pieces, rank: int, part: Tensor) -> Tensor:
+    """A rank's part in `inner` within its part in `outer`, zeros around it."""
+    return part if inner == outer else take(outer, rank, place(inner, rank, part)).clone()
+
+
+def _blocks(held: Sequence[Runs | None], shape: Sequence[int], whole: Tensor, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of equal blocks of a whole tensor and of a part of it."""
+    pairs = [(whole, part)]
+    for dim, runs in enumerate(held):
+        if runs is None:
+            continue
+        cut: list[tuple[Tensor, Tensor]] = []
+        at = 0
+        for start, stop in runs:
+            count = stop - start
+            cut += [(one.narrow(dim, start, count), other.narrow(dim, at, count)) for one, other in pairs]
+            at += count
+        pairs = cut
+    return pairs
+
+
+def _common(mine: Runs | None, theirs: Runs | None) -> Runs | None:
+    if mine is None or theirs is None:
+        return theirs if mine is None else mine
+    return tuple((max(a, c), min(b, d)) for a, b in mine for c, d in theirs if a < d and c < b)
+
+
+def _without(mine: Runs, theirs: Runs) -> Runs:
+    for start, stop in theirs:
+        mine = tuple(each for a, b in mine for each in ((a, min(b, start)), (max(a, stop), b)) if each[0] < each[1])
+    return mine
+
+
+@lru_cache(maxsize=4096)
+def _is_shared(pieces: Pieces) -> bool:
+    total = 1
+    for size in pieces.shape:
+        total *= size
+    if sum(pieces.num_elements(rank) for rank in range(pieces.num_ranks)) != total:
+        return True
+    rows = pieces.held
+    return any(_meet(rows[one], rows[other]) for one in range(len(rows)) for other in range(one) if total)
+
+
+def _meet(mine: Sequence[Runs | None], theirs: Sequence[Runs | None]) -> bool:
+    return all(common is None or bool(common) for common in map(_common, mine, theirs))
+
+
+@lru_cache(maxsize=4096)
+def _owned(pieces: Pieces) -> Pieces:
+    rows: list[tuple[Runs | None, ...]] = []
+    for rank, row in enumerate(pieces.held):
+        left: tuple[Runs | None, ...] | None = row
+        for earlier in pieces.held[:rank]:
+            left = _left_over(left, earlier, pieces.shape) if left is not None else None
+        rows.append(left if left is not None else ((),) * len(row) if row else row)
+    return Pieces(pieces.shape, tuple(rows))
+
+
+def _left_over(mine: tuple[Runs | None, ...], theirs: tuple[Runs | None, ...], shape: Sequence[int]) -> tuple[Runs | None, ...] | None:
+    """What is left of `mine` without `theirs`; None: nothing. Only where that is a block again."""
+    if not _meet(mine, theirs):
+        return mine
+    full = [runs if runs is not None else ((0, size),) for runs, size in zip(mine, shape, strict=True)]
+    others = [runs if runs is not None else ((0, size),) for runs, size in zip(theirs, shape, strict=True)]
+    open_dims = [dim for dim in range(len(full)) if _without(full[dim], others[dim])]
+    if not open_dims:
+        return None
+    if len(open_dims) > 1:
+        raise ValueError("what two ranks hold of a tensor overlaps in more than one dim")
+    dim = open_dims[0]
+    return tuple(_without(full[each], others[each]) if each == dim else runs for each, runs in enumerate(mine))

@@ -1,0 +1,112 @@
+"""Looking up rows and elements: embeddings, gather, index, scatter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshloom.graph.operators import embedding_of_part
+from meshloom.graph.rules.call import Call, Operand, Rule
+from meshloom.graph.rules.factors import Dims, Factors, Sizes, Term
+
+
+def _embedding(call: Call) -> Factors | None:
+    """weight [v, d], index [i*] -> [i*, d]. A part of the rows finds the indices in it, and zeros for the others."""
+    weight, index = call.operands[:2]
+    names: Dims = tuple(f"i{place}" for place in range(len(index.shape)))
+    padding: int = call.arguments.get("padding_idx", -1)
+    scaled = bool(call.arguments.get("scale_grad_by_freq"))
+
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        if here.here["v"] == here.whole["v"]:
+            return target, args, kwargs
+        return embedding_of_part, (args[0], args[1], here.starts["v"][here.rank], padding), {}
+
+    return Factors(
+        operands=(("v", "d"), names),
+        outputs=((*names, "d"),),
+        sizes={"v": weight.shape[0], "d": weight.shape[1]} | {f"i{place}": size for place, size in enumerate(index.shape)},
+        sums=frozenset({"v"}),
+        whole=frozenset({"v"} | set(names) if scaled else ()),
+        linear=(frozenset({0}),),
+        local=local,
+    )
+
+
+def _gather(call: Call) -> Factors | None:
+    x, index = call.operands[:2]
+    ndim = len(x.shape)
+    dim = call.dim("dim", ndim)
+    names: list[Term] = [f"d{place}" if place != dim and x.shape[place] == index.shape[place] else None for place in range(ndim)]
+    out: list[Term] = list(names)
+    out[dim] = "picked"
+    sizes = {f"d{place}": x.shape[place] for place in range(ndim) if names[place]} | {"picked": index.shape[dim]}
+    return Factors(operands=(tuple(names), tuple(out)), outputs=(tuple(out),), sizes=sizes, linear=(frozenset({0}),))
+
+
+def _index_select(call: Call) -> Factors | None:
+    x = call.operands[0]
+    dim = call.dim("dim", len(x.shape))
+    names: list[Term] = [f"d{place}" if place != dim else None for place in range(len(x.shape))]
+    out: list[Term] = list(names)
+    out[dim] = "picked"
+    sizes = {f"d{place}": x.shape[place] for place in range(len(x.shape)) if place != dim} | {"picked": call.outputs[0].shape[dim]}
+    return Factors(operands=(tuple(names), ("picked",)), outputs=(tuple(out),), sizes=sizes, linear=(frozenset({0}),))
+
+
+def _index(call: Call) -> Factors | None:
+    """x[:, i, j]: indexed dims stay whole; the others may be cut, and so may those of the indices."""
+    x = call.operands[0]
+    given: tuple[Any, ...] = call.arguments["indices"]
+    found = [(place, each) for place, each in enumerate(given) if isinstance(each, Operand)]
+    if not found or any("bool" in str(each.meta.dtype) for _, each in found):
+        return None
+    places = [place for place, _ in found]
+    shape = _broadcast_shape([each.shape for _, each in found])
+    index_names: list[Term] = [f"i{place}" for place in range(len(shape))]
+    rest: list[tuple[int, Term]] = [(place, f"d{place}") for place in range(len(x.shape)) if place not in places]
+    together = places == list(range(places[0], places[-1] + 1))
+    before = [name for place, name in rest if together and place < places[0]]
+    after = [name for place, name in rest if not (together and place < places[0])]
+    names: Dims = tuple(None if place in places else f"d{place}" for place in range(len(x.shape)))
+    operands: list[Dims] = [names]
+    for _, each in found:
+        lead = len(shape) - len(each.shape)
+        operands.append(tuple(None if size != shape[lead + place] else index_names[lead + place] for place, size in enumerate(each.shape)))
+    sizes = {f"d{place}": x.shape[place] for place, _ in rest} | {f"i{place}": size for place, size in enumerate(shape)}
+    return Factors(operands=tuple(operands), outputs=((*before, *index_names, *after),), sizes=sizes, linear=(frozenset({0}),))
+
+
+def _scatter(call: Call) -> Factors | None:
+    """scatter, scatter_add: x, index and source; along the dim nothing is cut."""
+    x, index = call.operands[:2]
+    ndim = len(x.shape)
+    dim = call.dim("dim", ndim)
+    names: Dims = tuple(f"d{place}" if place != dim and x.shape[place] == index.shape[place] else None for place in range(ndim))
+    if any(len(each.shape) != ndim for each in call.operands):
+        return None
+    sizes = {f"d{place}": x.shape[place] for place in range(ndim) if names[place]}
+    if any(each.shape[place] != x.shape[place] for each in call.operands for place in range(ndim) if names[place]):
+        return None
+    return Factors(operands=(names,) * len(call.operands), outputs=(names,), sizes=sizes)
+
+
+def _one_hot(call: Call) -> Factors | None:
+    names: Dims = tuple(f"i{place}" for place in range(len(call.operands[0].shape)))
+    return Factors(operands=(names,), outputs=((*names, None),), sizes={f"i{place}": size for place, size in enumerate(call.operands[0].shape)})
+
+
+def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    length = max(map(len, shapes))
+    padded = [(1,) * (length - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) for sizes in zip(*padded, strict=True))
+
+
+INDEXING: dict[str, Rule] = {
+    "embedding": _embedding,
+    "gather": _gather,
+    "index_select": _index_select,
+    "index": _index,
+    "scatter": _scatter,
+    "scatter_add": _scatter,
+    "one_hot": _one_hot,
+}

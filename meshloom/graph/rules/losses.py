@@ -1,0 +1,34 @@
+"""Cross-entropy, over a part of the vocabulary too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshloom.graph.operators import CrossEntropyOfPart
+from meshloom.graph.rules.call import Call, Operand, Rule
+from meshloom.graph.rules.factors import Dims, Factors, Sizes
+
+
+def _cross_entropy(call: Call) -> Factors | None:
+    """logits [n, v], targets [n] (class numbers) -> the mean, the sum or [n]. A part of v takes two small all-reduces, and gives the whole loss."""
+    logits, target = call.operands[:2]
+    if isinstance(call.arguments.get("weight"), Operand) or len(logits.shape) != 2 or target.meta.dtype.is_floating_point or len(target.shape) != 1:
+        return None
+    reduction: int = call.arguments.get("reduction", 1)
+    ignored: int = call.arguments.get("ignore_index", -100)
+    smoothing: float = call.arguments.get("label_smoothing", 0.0)
+
+    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        if here.here["v"] == here.whole["v"] and len(set(here.starts["v"])) == 1:
+            return to, args, kwargs
+        part = CrossEntropyOfPart(starts=here.starts["v"], num_classes=here.whole["v"], reduction=reduction, ignored=ignored, smoothing=smoothing)
+        return part, args[:2], {}
+
+    out: Dims = ("n",) if reduction == 0 else ()
+    return Factors(
+        operands=(("n", "v"), ("n",)), outputs=(out,), sizes={"n": logits.shape[0], "v": logits.shape[1]},
+        whole=frozenset() if reduction == 0 else frozenset({"n"}), joins=frozenset({"v"}), local=local,
+    )  # fmt: skip
+
+
+LOSSES: dict[str, Rule] = {"cross_entropy_loss": _cross_entropy}

@@ -1,0 +1,55 @@
+"""Every rule by operator, and those that a user adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshloom.errors import CaptureError
+from meshloom.graph.rules.attention import ATTENTION
+from meshloom.graph.rules.call import Call, Rule
+from meshloom.graph.rules.elementwise import ELEMENTWISE, elementwise, is_elementwise
+from meshloom.graph.rules.factors import Factors
+from meshloom.graph.rules.indexing import INDEXING
+from meshloom.graph.rules.losses import LOSSES
+from meshloom.graph.rules.more import MORE
+from meshloom.graph.rules.normalisation import NORMALISATION
+from meshloom.graph.rules.products import PRODUCTS, text
+from meshloom.graph.rules.reductions import REDUCTIONS
+from meshloom.graph.rules.views import VIEWS
+
+Rules = Mapping[str, Rule]
+
+BUILT_IN: Rules = {**ELEMENTWISE, **VIEWS, **PRODUCTS, **ATTENTION, **NORMALISATION, **REDUCTIONS, **INDEXING, **LOSSES, **MORE}
+
+
+def rules_with(own: Mapping[str, str]) -> Rules:
+    """The built-in rules and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises `CaptureError` for a text that is no map."""
+    made: dict[str, Rule] = dict(BUILT_IN)
+    for name, pattern in own.items():
+        if "->" not in pattern or "::" not in name:
+            raise CaptureError(f'The rule {name!r}: {pattern!r} is none. Write it like "mylib::gate": "b* f, b* f -> b* f".')
+        made[name] = text(pattern)
+    return made
+
+
+def factors_of(call: Call, rules: Rules) -> Factors | None:
+    """The factor map of a call; None if there is no rule for it."""
+    rule = rules.get(call.name)
+    if rule is None:
+        rule = elementwise if is_elementwise(call) else None
+    if rule is None:
+        return None
+    factors = rule(call)
+    if factors is None:
+        return None
+    fits = len(factors.operands) == len(call.operands) and all(
+        len(dims) == len(each.shape) for dims, each in zip(factors.operands, call.operands, strict=True)
+    )
+    fits = (
+        fits
+        and len(factors.outputs) == len(call.outputs)
+        and all(len(dims) == len(each.shape) for dims, each in zip(factors.outputs, call.outputs, strict=True))
+    )
+    if not fits:
+        raise CaptureError(f"The rule of {call.name} does not fit its call: {factors} for {[each.shape for each in call.operands]}.")
+    return factors

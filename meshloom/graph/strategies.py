@@ -1,0 +1,129 @@
+"""The ways in which the ranks can compute a node: each says how operands must be placed, and how the result then is.
+
+invariant     every rank computes all of it, from all of everything
+replicated    the same, with gradients that are partial: for what is used by parts of later nodes
+cut           every rank computes its part; summed over a cut axis, the result is partial
+partial       linear in partial operands: so is the result
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from meshloom.graph.axes import Axis
+from meshloom.graph.cuts import Numbers, pieces_of
+from meshloom.graph.layout import Axes, Layout, Mapped
+from meshloom.graph.nodes import Node
+from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """operands: placement of each, in the order of `Node.operands()`. work: the busiest rank's share of the node's work."""
+
+    operands: tuple[Placement, ...]
+    output: Placement
+    work: float = 1.0
+    cut: Cut | None = None
+
+
+def placed(axes: Iterable[Axes], cut: Cut, numbers: Numbers) -> Part:
+    """Part by `cut`; replicated if the value has none of its axes."""
+    return Part(cut) if any(numbers.leaves(axis) & cut.parts.keys() for each in axes for axis in each) else REPLICATED
+
+
+def strategies_of(node: Node, layout: Layout, numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> Iterator[Strategy]:
+    """Every way to compute a node. cuts: by the axes that they cut."""
+    count = sum(1 for _ in node.operands())
+    yield Strategy(operands=(INVARIANT,) * count, output=INVARIANT)
+    mapped = layout.mapped.get(node.name)
+    if mapped is None:
+        if _is_pick(node):
+            source = next(iter(node.operands())).name
+            axes = layout.values[source]
+            yield Strategy(operands=(REPLICATED,), output=REPLICATED)
+            yield Strategy(operands=(PARTIAL,), output=PARTIAL)
+            for cut in _touching((axis for each in axes for axis in each), numbers, cuts):
+                # The other tensors of the same node lie in parts too, whether or not this one does.
+                yield Strategy(operands=(Part(cut),), output=placed(layout.values[node.name], cut, numbers), cut=cut)
+        return
+    yield Strategy(operands=(REPLICATED,) * count, output=REPLICATED)
+    for partial in mapped.factors.linear:
+        if partial:
+            yield Strategy(operands=tuple(PARTIAL if place in partial else REPLICATED for place in range(count)), output=PARTIAL)
+    for cut in _touching(mapped.labels.values(), numbers, cuts):
+        strategy = _cut(node, mapped, layout, numbers, cut)
+        if strategy is not None:
+            yield strategy
+
+
+def _is_pick(node: Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _touching(axes: Iterable[Axis], numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
+    found: dict[Cut, None] = {}
+    for axis in axes:
+        for number in sorted(numbers.leaves(axis)):
+            found.update(dict.fromkeys(cuts.get(number, [])))
+    return list(found)
+
+
+def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut) -> Strategy | None:
+    factors = mapped.factors
+    touched = {label: numbers.leaves(axis) & cut.parts.keys() for label, axis in mapped.labels.items()}
+    touched = {label: axes for label, axes in touched.items() if axes}
+    if not touched or touched.keys() & mapped.whole or _clash(touched, mapped):
+        return None
+    if any(_squared(mapped.labels[label], numbers, axes) for label, axes in touched.items()):
+        return None
+    operands: list[Placement] = []
+    for place, (ref, dims) in enumerate(zip(node.operands(), factors.operands, strict=True)):
+        axes = layout.values[ref.name][0]
+        for term, axis in zip(dims, axes, strict=True):
+            if term is None and numbers.leaves(axis) & cut.parts.keys():
+                return None  # this dim has to be whole, and it is one of those that are cut
+        operands.append(PARTIAL if place in factors.added and touched.keys() & factors.sums else placed((axes,), cut, numbers))
+    outputs = layout.values[node.name]
+    result = placed(outputs, cut, numbers)
+    work = _largest_share(touched, cut, numbers)
+    if touched.keys() & (factors.joins | factors.sums):
+        num_ranks = len(next(iter(cut.parts.values())))
+        counted = pieces_of(tuple(mapped.labels[label] for label in touched), cut, numbers, num_ranks)
+        if result is not REPLICATED or counted.is_shared:
+            return None  # what several ranks have would be counted several times
+    if touched.keys() & factors.joins:
+        return Strategy(operands=tuple(operands), output=INVARIANT, work=work, cut=cut) if len(touched) == 1 else None
+    if touched.keys() & factors.sums:
+        return Strategy(operands=tuple(operands), output=PARTIAL, work=work, cut=cut)
+    return Strategy(operands=tuple(operands), output=result, work=work, cut=cut)
+
+
+def _clash(touched: Mapping[str, frozenset[int]], mapped: Mapped) -> bool:
+    """Whether two labels that multiply are the same axis: a part of one with the same part of the other is not all there is."""
+    names = list(touched)
+    return any(
+        touched[one] & touched[other] and frozenset({one, other}) not in mapped.apart for place, one in enumerate(names) for other in names[:place]
+    )
+
+
+def _squared(axis: Axis, numbers: Numbers, cut: Iterable[int]) -> bool:
+    """Whether one of these axes is in a product with itself: a part of it times the same part is not all there is."""
+    parts = [part.root for part in axis.parts]
+    if axis.kind == "product":
+        found = [numbers.leaves(part) & set(cut) for part in parts]
+        if any(one & other for place, one in enumerate(found) for other in found[:place]):
+            return True
+    return any(_squared(part, numbers, cut) for part in parts)
+
+
+def _largest_share(touched: Mapping[str, frozenset[int]], cut: Cut, numbers: Numbers) -> float:
+    found = sorted({number for axes in touched.values() for number in axes})
+    num_ranks = len(next(iter(cut.parts.values())))
+    if cut.times:
+        sizes = math.prod(numbers.axes[number].size for number in found)
+        return max(math.prod(cut.parts[number][rank][1] - cut.parts[number][rank][0] for number in found) for rank in range(num_ranks)) / sizes
+    sizes = sum(numbers.axes[number].size for number in found)
+    return max(sum(cut.parts[number][rank][1] - cut.parts[number][rank][0] for number in found) for rank in range(num_ranks)) / sizes
