@@ -1,1 +1,1 @@
-"""What a plan will cost before it runs: memory."""
+"""What a plan would cost on a machine: seconds and bytes, measured once and predicted from the program."""
