@@ -31,7 +31,6 @@ class FakeStep:
         with fake_tensors():
             parameters, buffers = fake_parameters(program), fake_buffers(program)
             trainable = [(name, each) for name, each in parameters.items() if each.requires_grad]
-            self._held = [*parameters.values(), *buffers.values()]
             self.parameter_bytes = _bytes_of(parameters.values())
             self.trainable_bytes = _bytes_of(each for _, each in trainable)
             self._life = _Life()
@@ -111,6 +110,7 @@ class _Life(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._ignored: list[Tensor] = []  # held, or another piece might get the place of one that is gone, and be ignored for it
         self._sizes: list[int] = []
         self._pieces: dict[int, int | None] = {}  # memory -> piece; None: not looked at
         self._references: dict[int, Any] = {}
@@ -120,7 +120,8 @@ class _Life(TorchDispatchMode):
         self._kept: set[int] = set()
 
     def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """They are there all the time, and their caller holds on to them."""
+        """They are there all the time."""
+        self._ignored.extend(tensors)
         for tensor in tensors:
             piece = self._pieces.get(memory := _memory(tensor))
             if piece is not None:
