@@ -1,0 +1,143 @@
+"""What this rank holds of every parameter and buffer along tp, and the moves between its parts and whole tensors.
+
+        whole [4, 6]                     part of rank 0    part of rank 1
+take    a a a b b b                          a a a            b b b
+        a a a b b b     -------------->      a a a            b b b      gather: all parts to every rank,
+        ...             <--------------      ...              ...        one tensor at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.graph import pieces as moves
+from meshloom.graph.pieces import Pieces
+
+
+class Shards:
+    """The parts of one rank of a tensor-parallel group.
+
+    pieces: who holds what of a parameter or buffer, by name; what is not named is whole on every rank. group: the ranks; None: there is one.
+    Tied tensors are known under all their names once `divide` has seen them.
+    """
+
+    def __init__(self, pieces: Mapping[str, Pieces], group: Group | None) -> None:
+        self.group = group
+        self.rank = group.rank if group else 0
+        self.size = group.size if group else 1
+        for name, each in pieces.items():
+            assert each.num_ranks == self.size, f"{name} is divided over {each.num_ranks} ranks, and the group has {self.size}"
+        self.pieces = {name: each for name, each in pieces.items() if not each.is_whole}
+        self._first: dict[str, str] = {}  # of every name of a tied tensor, the first
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that has the whole shape of `name`: contiguous memory of its own, or `whole` itself if it is not divided."""
+        if name not in self.pieces:
+            return whole
+        part = moves.take(self.pieces[name], self.rank, whole)
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def gather(self, name: str, part: Tensor) -> Steps[Tensor]:
+        """The whole tensor of all ranks' parts, on every rank. What several hold is the first holder's.
+
+        part: of the local shape of `name`, any dtype; every rank of the group calls it. An undivided tensor comes back as it is.
+        """
+        if name not in self.pieces:
+            return part
+        pieces = self.pieces[name]
+        longest = self._longest(name)  # an all_gather takes the same size from all
+        padded = part.new_zeros(longest)
+        padded[: part.numel()] = part.reshape(-1)
+        everyone = part.new_empty(self.size * longest)
+        assert self.group is not None
+        work = self.group.all_gather(everyone, padded)
+        yield
+        work.wait()
+        rows = everyone.view(self.size, longest)
+        parts = [row[: pieces.num_elements(rank)].view(pieces.local_shape(rank)) for rank, row in enumerate(rows)]
+        return moves.assemble(pieces, parts)
+
+    def gather_bytes(self, name: str, dtype: torch.dtype) -> int:
+        """Bytes that `gather` hands to all_gather."""
+        return self._longest(name) * dtype.itemsize if name in self.pieces else 0
+
+    def whole_shape(self, name: str, part: Tensor) -> tuple[int, ...]:
+        """Shape of the whole tensor of which `part` is this rank's."""
+        return self.pieces[name].shape if name in self.pieces else tuple(part.shape)
+
+    def speaks_for(self, name: str) -> Tensor | bool:
+        """Which elements of its part this rank counts, so that each element of the whole is counted by one rank: the first that holds it.
+
+        All or none where it is so; else bool [elements of the part, flat], on the CPU.
+        """
+        if name not in self.pieces:
+            return self.rank == 0
+        pieces = self.pieces[name]
+        if not pieces.is_shared:
+            return True
+        earlier = torch.zeros(pieces.shape, dtype=torch.bool)
+        for rank in range(self.rank):
+            moves.put(pieces, rank, torch.ones(pieces.local_shape(rank), dtype=torch.bool), earlier)
+        mine = ~moves.take(pieces, self.rank, earlier).reshape(-1)
+        return mine if bool(mine.any()) and not bool(mine.all()) else bool(mine.any())
+
+    def divide(self, model: nn.Module) -> None:
+        """Put this rank's part in the place of every divided parameter and buffer of `model`, under all names that it has there.
+
+        A part is a new parameter of the local shape with memory of its own, so the whole one is freed when nobody else holds it.
+        """
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, Tensor] = {}
+        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        for key, whole in tensors.items():
+            known = next((name for name in names[key] if name in self.pieces), None)
+            if known is None:
+                continue
+            assert tuple(whole.shape) == self.pieces[known].shape, f"{known} is {tuple(whole.shape)}, its pieces are of {self.pieces[known].shape}"
+            part = self.take(known, whole.detach())
+            placed = nn.Parameter(part, requires_grad=whole.requires_grad) if isinstance(whole, nn.Parameter) else part
+            for name in names[key]:
+                self.pieces[name] = self.pieces[known]
+                self._first[name] = names[key][0]
+                path, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(path), attribute, placed)  # a recurrent layer's own list of weights follows
+
+    def weights(self, model: nn.Module) -> Steps[dict[str, Any]]:
+        """The `state_dict` of a divided model in whole shapes. Divided tensors are gathered one by one, tied ones once.
+
+        All of it is on the group's first rank, in host memory where it was divided; the others return what they hold whole.
+        """
+        found: dict[str, Any] = {}
+        gathered: dict[str, Tensor | None] = {}  # by the first name of tied ones
+        for name, tensor in model.state_dict().items():
+            first = self._first.get(name, name)
+            if name in self.pieces and first not in gathered:
+                whole = yield from self.gather(name, tensor)
+                gathered[first] = whole.to("cpu") if self.rank == 0 else None
+            value = gathered[first] if name in self.pieces else tensor
+            if value is not None:
+                found[name] = value
+        return found
+
+    def weights_bytes(self, model: nn.Module) -> int:
+        """Bytes that `weights` hands to all_gather."""
+        divided = {self._first.get(name, name): tensor.dtype for name, tensor in model.state_dict().items() if name in self.pieces}
+        return sum(self.gather_bytes(name, dtype) for name, dtype in divided.items())
+
+    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts of whole tensors, by the names of `state_dict`, into a divided model."""
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                if isinstance(tensor, Tensor):
+                    tensor.copy_(self.take(name, weights[name]))
+
+    def _longest(self, name: str) -> int:
+        return max(self.pieces[name].num_elements(rank) for rank in range(self.size))
