@@ -39,7 +39,7 @@ def runs_of(indices: Sequence[int]) -> Runs:
 
 def random_pieces(shape: Sequence[int], num_ranks: int, draw: random.Random) -> Pieces:
     """One dim cut in uneven runs of which some are held by several ranks; or, on four ranks, two dims of it; or nothing cut."""
-    if not shape or draw.random() < 0.2:
+    if num_ranks == 1 or not shape or draw.random() < 0.2:
         return whole(shape, num_ranks)
     held: list[list[Runs | None]] = [[None] * len(shape) for _ in range(num_ranks)]
     both = num_ranks == 4 and len(shape) > 1 and draw.random() < 0.4
@@ -167,7 +167,7 @@ def one_device(job: Job, dp: int, steps: int) -> tuple[dict[str, Tensor], list[f
     model = Net().double()
     made = job.optimizer(list(model.named_parameters()))
     optimizers = made if isinstance(made, list) else [made]
-    scheduler = job.scheduler(made) if job.scheduler else None
+    schedulers: list[Any] = job.scheduler(made) if job.scheduler else []
     norms: list[float] = []
     for step in range(steps):
         model.zero_grad()
@@ -181,6 +181,6 @@ def one_device(job: Job, dp: int, steps: int) -> tuple[dict[str, Tensor], list[f
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), job.clip_grad_norm)))
         for optimizer in optimizers:
             optimizer.step()
-        if scheduler:
+        for scheduler in schedulers:
             scheduler.step()
     return {name: each.detach() for name, each in model.named_parameters()}, norms
