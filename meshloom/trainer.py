@@ -162,7 +162,7 @@ class Trainer:
         out = self.out
 
         def write(replica: Replica) -> Steps[Path]:
-            pieces, values = replica.updater.state()
+            pieces, values = yield from replica.updater.state(replica.seat.world)
             path = yield from save(
                 out,
                 self.next_step,
