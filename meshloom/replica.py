@@ -116,6 +116,7 @@ class Replica:
         self._one_chunk = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=seat.device) for is_mean in (False, True)}
         self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype) if seat.team else None
         self.shards: Shards | None = None
+        self._copied_bytes = 0  # of parameters and buffers, at the start
         self._summed: list[nn.Parameter] = []  # whose gradients are added up over tp, once a step
         self._sum_later: set[int] = set()
         self.exchange: Exchange
@@ -129,6 +130,7 @@ class Replica:
             yield from copy_from_first(self.model, self.seat.groups["tp"])
         yield from copy_from_first(self.model, self.replicas)
         whole = self.named
+        self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
         if self.division:
             yield from self._divide(self.division)
         self.exchange = self._open_exchange()
@@ -281,8 +283,7 @@ class Replica:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
         if self.plan.dp == 1:
             return {}
-        values = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
-        return _add({"broadcast": values}, self.exchange.bytes_once(), self.updater.bytes_once())
+        return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
 
     def bytes_per_evaluation(self) -> int:
         """Bytes that `evaluate` hands over: a sum and a weight per metric."""
