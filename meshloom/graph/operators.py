@@ -123,11 +123,6 @@ class _CrossEntropy(torch.autograd.Function):
         for gradient, probabilities, (here, local) in zip(gradients, ctx.saved_tensors, ctx.places, strict=True):
             result = probabilities - part.smoothing / part.num_classes if part.smoothing else probabilities.clone()
             if result.shape[1]:
-                result.scatter_add_(1, local[:, None], torch.where(here, part.smoothing - 1.0, 0.0).to(result.dtype)[:, None])
+                result.scatter_add_(1, local[:, None], (here.to(result.dtype) * (part.smoothing - 1.0))[:, None])
             results.append(result * (gradient * ctx.kept)[:, None])
         return None, None, None, None, None, *results
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartOfDraw:
-    """A random operator on a part of its tensor, whose draws are that part of the whole tensor's draws."""
