@@ -209,7 +209,7 @@ def _einsum(c: Chance) -> OneCall:
 def _convolution(count: int, transposed: bool) -> Make:
     def make(c: Chance) -> OneCall:
         groups = c.one(1, 1, 3, 4)
-        inner, outer = groups * c.one(1, 2, 3), groups * c.one(1, 2, 3)
+        inner, outer = groups * c.one(1, 2, 3, 5), groups * c.one(1, 2, 3, 5)
         width = c.one(1, 2, 3)
         weight = (inner, outer // groups) if transposed else (outer, inner // groups)
         x = c.normal(*c.one((c.size(),), ()), inner, *(c.one(4, 5) for _ in range(count)))

@@ -124,7 +124,7 @@ def _give_parts(layout: Layout, chance: Chance) -> None:
     """Make some axes products and concatenations, as they are where other operators reshape them and cut them up."""
     leaves = list(dict.fromkeys(leaf.root for tensors in layout.values.values() for axes in tensors for axis in axes for leaf in axis.leaves()))
     for leaf in leaves:
-        if leaf.kind is not None or leaf.size < 3 or chance.random.random() < 0.6:
+        if leaf.kind is not None or leaf.size < 3 or chance.random.random() < 0.5:
             continue
         divisors = [each for each in range(2, leaf.size) if leaf.size % each == 0]
         if divisors and chance.yes():

@@ -24,8 +24,9 @@ def elementwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Factors 
 
 
 def is_elementwise(call: Call) -> bool:
-    """Whether torch says so."""
-    return torch.Tag.pointwise in call.node.target.tags
+    """Whether torch says so. Draws are not: how many numbers `rrelu` takes depends on the values."""
+    tags = call.node.target.tags
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _sum(call: Call) -> Factors | None:
