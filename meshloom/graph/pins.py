@@ -10,10 +10,8 @@ from meshloom.errors import PlanError
 from meshloom.graph.cuts import Numbers
 from meshloom.graph.export import describe_line
 from meshloom.graph.layout import Layout
-from meshloom.graph.nodes import Node
 from meshloom.graph.placement import Cut, Part, Placement
-from meshloom.graph.rules.factors import labels_in
-from meshloom.graph.strategies import strategies_of
+from meshloom.graph.uses import Uses
 
 _WHAT = {"column": "out features", "channels": "out channels", "row": "in features", "vocabulary": "vocabulary", "heads": "heads"}
 
@@ -27,7 +25,7 @@ class Pins:
     def __init__(self, layout: Layout, numbers: Numbers, cuts: Mapping[int, list[Cut]], num_ranks: int, pins: Mapping[str, str]) -> None:
         self._layout = layout
         self._numbers = numbers
-        self._cuts = cuts
+        self._uses = Uses(layout, numbers, cuts)
         self._num_ranks = num_ranks
         self._pins = dict(pins)
         self.of_value: dict[str, tuple[str, str, str]] = {}  # value of a parameter -> pattern, pin, the part of its name in its module
@@ -44,10 +42,10 @@ class Pins:
         wanted, others = self._axes(value, pin)
         if not wanted and self._divides_another(pattern, pin):
             return [each for each in options if not isinstance(each, Part) or each.cut is None]  # the bias of a row split
-        found = [
+        found: list[Placement] = [
             each for each in options if isinstance(each, Part) and each.cut and wanted & each.cut.parts.keys() and not others & each.cut.parts.keys()
         ]
-        usable = [each for each in found if blocking(self._layout, self._numbers, self._cuts, value, each) is None]
+        usable = [each for each in found if self._uses.blocking(value, each) is None]
         if not usable:
             raise PlanError(
                 f"tp_placements={pattern}:{pin} cannot be: {self._reason(value, pin, wanted, found)}. Leave that pin out, or use replicated."
@@ -95,79 +93,30 @@ class Pins:
             place = int(pin.removeprefix("dim"))
             wanted = self._numbers.leaves(axes[place]) if place < len(axes) else frozenset[int]()
         elif pin == "heads":
-            wanted = every & self._heads()
+            wanted = every & self._uses.heads
         else:
-            inner, outer, looked_up = self._sides(value)
+            inner, outer, looked_up = self._uses.sides(value, self._module(value))
             wanted = (looked_up or outer) if pin == "vocabulary" else inner if pin == "row" else outer
         return wanted, every - wanted
 
-    def _sides(self, value: str) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """Axes of a parameter that are summed over where it is used; those that the result has; those along which it is looked up."""
-        inner, outer, looked_up = set[int](), set[int](), set[int]()
-        for node, place in self._uses(value):
-            mapped = self._layout.mapped[node.name]
-            for label in (label for term in mapped.factors.operands[place] for label in labels_in(term)):
-                leaves = self._numbers.leaves(mapped.labels[label])
-                if label in mapped.factors.sums:
-                    inner |= leaves
-                    looked_up |= leaves if node.operator.startswith("embedding") else set()
-                else:
-                    outer |= leaves
-        return frozenset(inner), frozenset(outer - inner), frozenset(looked_up)
-
-    def _uses(self, value: str) -> list[tuple[Node, int]]:
-        """Where a parameter, or a view of it, meets other values: in the module that was pinned, if it is used there."""
-        views, found = {value}, list[tuple[Node, int]]()
-        for node in self._layout.program.nodes:
-            operands = [ref.name for ref in node.operands()]
-            mapped = self._layout.mapped.get(node.name)
-            if mapped is None or not views & set(operands):
-                continue
-            if len(operands) == 1 and not mapped.factors.sums:
-                views.add(node.name)
-            else:
-                found += [(node, place) for place, name in enumerate(operands) if name in views]
-        module = self.of_value[value][2].rpartition(".")[0] if value in self.of_value else ""
-        return [each for each in found if each[0].path == module] or found
-
-    def _heads(self) -> frozenset[int]:
-        """Axes that attention computes separately."""
-        found = set[int]()
-        for node in self._layout.program.nodes:
-            mapped = self._layout.mapped.get(node.name)
-            if mapped is None or not any(name in node.operator for name in ("attention", "matmul", "bmm")):
-                continue
-            for ref in node.operands():
-                axes = self._layout.values[ref.name][0]
-                if len(axes) > 3:
-                    found |= self._numbers.leaves(axes[-3])
-        return frozenset(found)
+    def _module(self, value: str) -> str:
+        """The module whose parameter was pinned: a tied one is used in others, too."""
+        return self.of_value[value][2].rpartition(".")[0] if value in self.of_value else ""
 
     def _reason(self, value: str, pin: str, wanted: Iterable[int], found: Iterable[Placement]) -> str:
         name = next(each.name for each in self._layout.program.parameters.values() if each.value == value)
         what = _WHAT.get(pin, f"dimension {pin.removeprefix('dim')}")
         sizes = [self._numbers.axes[number].size for number in wanted]
-        stuck = next((node for each in found if (node := blocking(self._layout, self._numbers, self._cuts, value, each)) is not None), None)
+        stuck = next((node for each in found if (node := self._uses.blocking(value, each)) is not None), None)
         if stuck is None and sizes and max(sizes) < self._num_ranks:
             return f"{name} has {max(sizes)} {what}, fewer than tp={self._num_ranks}"
-        users = [node for node in self._layout.program.nodes if any(ref.name == value for ref in node.operands())]
+        users = self._uses.users.get(value, [])
         if not users:
             return f"the loss does not use {name}"
         node = stuck or users[0]
         if not sizes:
             return f"{name} has no {what} where {node.operator} uses it at {describe_line(node.line)}"
         return f"{node.operator} at {describe_line(node.line)} needs all {what} of {name}"
-
-
-def blocking(layout: Layout, numbers: Numbers, cuts: Mapping[int, list[Cut]], value: str, placement: Placement) -> Node | None:
-    """The first node that uses a parameter and cannot work on it as placed; None: all can."""
-    for node in layout.program.nodes:
-        places = [place for place, ref in enumerate(node.operands()) if ref.name == value]
-        if places and not any(
-            each.operands[place] == placement for each in strategies_of(node, layout, numbers, cuts) for place in places if len(each.operands) > place
-        ):
-            return node
-    return None
 
 
 def _matches(name: str, pattern: str) -> bool:
