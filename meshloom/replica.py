@@ -114,7 +114,7 @@ class Replica:
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
         self._one_chunk = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=seat.device) for is_mean in (False, True)}
-        self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype) if seat.team else None
+        self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements) if seat.team else None
         self.shards: Shards | None = None
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._summed: list[nn.Parameter] = []  # whose gradients are added up over tp, once a step
