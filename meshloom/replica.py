@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ from meshloom.mesh import Axis, Place
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.state.buffers import RunningStatistics
+from meshloom.state.checkpoint import Piece
 from meshloom.state.data import Chunk, to_device
 from meshloom.state.digest import digest
 from meshloom.state.model import build_model, copy_from_first, facts, state_of
@@ -117,6 +118,7 @@ class Replica:
         self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements) if seat.team else None
         self.shards: Shards | None = None
         self._copied_bytes = 0  # of parameters and buffers, at the start
+        self._team_bytes: Counter[str] = Counter()  # what the chunks and steps so far are expected to hand over along tp
         self._summed: list[nn.Parameter] = []  # whose gradients are added up over tp, once a step
         self._sum_later: set[int] = set()
         self.exchange: Exchange
@@ -128,6 +130,7 @@ class Replica:
         yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
         if self.seat.team:
             yield from copy_from_first(self.model, self.seat.groups["tp"])
+            self._team_bytes["broadcast"] += sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
         yield from copy_from_first(self.model, self.replicas)
         whole = self.named
         self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
@@ -202,6 +205,7 @@ class Replica:
             whole = yield from self.exchange.full_gradients(gradients)
             self.observer.averaged((yield from self._gathered(whole)))
         norm = yield from self.updater.update(gradients, total / weight)
+        self._team_bytes.update(self.updater.bytes_per_step("tp"))
         yield from self.exchange.publish()
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
 
@@ -228,6 +232,19 @@ class Replica:
             yield
             work.wait()
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
+
+    def weights(self) -> Steps[dict[str, Any]]:
+        """The model's `state_dict` in whole shapes; all of it on the first rank along tp."""
+        if self.shards is None:
+            return self.model.state_dict()
+        self._team_bytes["all_gather"] += self.shards.weights_bytes(self.model)
+        return (yield from self.shards.weights(self.model))
+
+    def optimizer_state(self) -> Steps[tuple[list[Piece], dict[str, Any]]]:
+        """As `Updater.state`."""
+        made = yield from self.updater.state(self.seat.world)
+        self._team_bytes.update(self.updater.bytes_per_save("tp"))
+        return made
 
     def whole_state(self) -> Steps[dict[str, Tensor]]:
         """Parameters and buffers by name, whole, tied ones once. Every rank calls it."""
@@ -279,6 +296,10 @@ class Replica:
         joined = {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()} if self.plan.sync_batch_norm else {}
         return _add(loss_and_weight, joined, self.exchange.bytes_per_step(), self.statistics.bytes_per_step(), self.updater.bytes_per_step())
 
+    def bytes_over_team(self) -> dict[str, int]:
+        """Bytes that this rank handed to the collectives along tp so far, by kind, as formulas say of the chunks that it ran."""
+        return dict(self._team_bytes + Counter(self.updater.bytes_once("tp")))
+
     def bytes_once(self) -> dict[str, int]:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
         if self.plan.dp == 1:
@@ -301,7 +322,8 @@ class Replica:
         if self.plan.dp == 1:
             return Alone(self.named)
         kind = ZeroOne if self.plan.zero else AllReduce
-        return kind(self.named, self.replicas, bucket_bytes=self.plan.bucket_bytes, overlap=self.plan.overlap)
+        alike = [name for name, _ in self.named if name not in self.shards.pieces] if self.shards else ()
+        return kind(self.named, self.replicas, bucket_bytes=self.plan.bucket_bytes, overlap=self.plan.overlap, apart=alike)
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._sum_later:
@@ -311,6 +333,7 @@ class Replica:
         """What the job's loss (or another function of model and batch) returns."""
         if self.division is None:
             return (function or self.job.loss)(self.model, data)
+        self._team_bytes.update(self.division.bytes_of_chunk(data, loss=function, training=training))
         return self.division.run(dict(self.model.named_parameters()), dict(self.model.named_buffers()), data, loss=function, training=training)
 
     def _sum_over_team(self) -> Steps[None]:
@@ -320,6 +343,7 @@ class Replica:
             gradients = [parameter.grad for parameter in used if parameter.dtype == dtype and parameter.grad is not None]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             work = self.seat.groups["tp"].all_reduce(flat)
+            self._team_bytes["all_reduce"] += sum(gradient.nbytes for gradient in gradients)
             yield
             work.wait()
             for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):

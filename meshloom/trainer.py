@@ -163,9 +163,8 @@ class Trainer:
         out = self.out
 
         def write(replica: Replica) -> Steps[Path]:
-            pieces, values = yield from replica.updater.state(replica.seat.world)
-            model = replica.model
-            weights = (yield from replica.shards.weights(model)) if replica.shards else model.state_dict()
+            pieces, values = yield from replica.optimizer_state()
+            weights = yield from replica.weights()
             path = yield from save(
                 out,
                 self.next_step,
@@ -201,7 +200,8 @@ class Trainer:
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps taken so far, of this process's first rank."""
         replica, clock = self.replicas[0], self._clock
-        counted = Traffic.of({"dp": self._counts()})
+        axes = {"dp": self._counts()} | ({"tp": replica.seat.groups["tp"].counts} if self.plan.tp > 1 else {})
+        counted = Traffic.of(axes)
         arrivals = self.together(lambda each: collect(each.seat.world, [at - self._clock.start for at in each.arrivals]))[0]
         return Summary(
             steps=self._clock.num_steps,
@@ -224,7 +224,8 @@ class Trainer:
         return counts
 
     def _held_up(self) -> float:
-        return sum(count.seconds for count in self._counts().values())
+        over_team = self.replicas[0].seat.groups["tp"].counts if self.plan.tp > 1 else {}
+        return sum(count.seconds for count in (*self._counts().values(), *over_team.values()))
 
     def close(self) -> None:
         """End reader processes, leave the groups, take the hooks off the models."""
@@ -329,7 +330,8 @@ class Trainer:
         if self.plan.dp > 1:
             add({"all_gather": replica.bytes_per_check()}, self._checks)
             add({"all_reduce": replica.bytes_per_evaluation()}, self._evaluations)
-        return Traffic({"dp": {name: count for name, count in total.items() if count}})
+        axes = {"dp": total} | ({"tp": replica.bytes_over_team()} if self.plan.tp > 1 else {})
+        return Traffic({axis: {name: count for name, count in kinds.items() if count} for axis, kinds in axes.items()})
 
 
 def _plan(plan: Plan | str | None) -> Plan:
