@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from shards_world import Grid, one_device, pieces_of_net
 from test_optimizer import BUILDS, assert_equal, job
+from torch import nn
 from torch.optim import lr_scheduler
 
-from meshloom.job import Job
+from meshloom.job import Job, NamedParameters
 
 STEPS = 3
 PLANS = [(1, 2, 0), (1, 4, 0), (2, 2, 0), (2, 3, 1), (3, 2, 1)]  # dp, tp, zero
@@ -102,6 +105,25 @@ def test_state_of_divided_parameters_is_divided(name: str, plan: tuple[int, int,
     elif name == "AdamW":
         assert sum(held) == parts * copies
     assert max(held) <= 0.7 * total  # parts are uneven on purpose
+
+
+@pytest.mark.parametrize("name", ["AdamW", "initial state", "muon and adamw", "trust ratio"])
+def test_whole_parameters_are_let_go(name: str):
+    # Where no rank keeps a whole parameter the only ones left are parts; where one does, that one has it.
+    pieces = {each: parts for each, parts in pieces_of_net(2).items() if not parts.is_whole}
+    wholes: list[dict[str, weakref.ref[nn.Parameter]]] = []
+
+    def optimizer(named: NamedParameters) -> Any:
+        wholes.append({each: weakref.ref(parameter) for each, parameter in named if each in pieces})
+        return BUILDS[name](named)
+
+    grid = Grid(job(optimizer), 1, 2)
+    gc.collect()
+    for refs, updater in zip(wholes, grid.updaters, strict=True):
+        kept = {held.name for per_optimizer in updater._held for held in per_optimizer if held.shards is None}
+        assert {each for each, ref in refs.items() if ref() is not None} == kept & pieces.keys()
+    if name in ("AdamW", "initial state"):
+        assert all(ref() is None for refs in wholes for ref in refs.values())
 
 
 @pytest.mark.parametrize("zero", [0, 1])
