@@ -39,6 +39,7 @@ def scheduled(name: str, **settings: Any) -> Job:
     return job(BUILDS[name], scheduler=schedule, **settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("name", SOME)
 def test_every_optimizer_does_what_it_does_on_one_device(name: str, plan: tuple[int, int, int]):
@@ -138,6 +139,7 @@ def test_whole_parameters_are_let_go(name: str):
         assert all(ref() is None for refs in wholes for ref in refs.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", [name for name in SOME if name != "own list"])
 def test_a_checkpoint_goes_on_under_any_plan(name: str, zero: int, tmp_path: Path):
