@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.turns import Steps
-from meshloom.comm.values import agree, collect
-from meshloom.errors import DataError, JobError, TrainingError
+from meshloom.comm.values import agree, collect, share
+from meshloom.errors import DataError, JobError, MeshloomError, TrainingError
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.zero import ZeroOne
-from meshloom.job import Job
+from meshloom.graph.division import Division
+from meshloom.job import Job, LossFunction
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis, Place
 from meshloom.plan import Plan, chunk_sizes
@@ -41,6 +42,8 @@ from meshloom.state.digest import digest
 from meshloom.state.model import build_model, copy_from_first, facts, state_of
 from meshloom.state.not_finite import watch_finite
 from meshloom.state.optimizer import Updater
+from meshloom.state.samples import first_batches
+from meshloom.state.shards import Shards
 
 
 class Seat(Protocol):
@@ -58,6 +61,10 @@ class Seat(Protocol):
     def statistics(self) -> RecordedGroup: ...  # the ranks along dp again; for what is exchanged inside forward and backward
     @property
     def world(self) -> Group: ...  # all ranks, CPU tensors; for decisions and reports, not counted as traffic of the plan
+    @property
+    def team(self) -> Group | None: ...  # the ranks along tp, likewise, if there are several
+    @property
+    def readers(self) -> Group: ...  # the ranks along dp, likewise
 
 
 class Observer(Protocol):
@@ -107,6 +114,11 @@ class Replica:
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
         self._one_chunk = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=seat.device) for is_mean in (False, True)}
+        self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements) if seat.team else None
+        self.shards: Shards | None = None
+        self._copied_bytes = 0  # of parameters and buffers, at the start
+        self._summed: list[nn.Parameter] = []  # whose gradients are added up over tp, once a step
+        self._sum_later: set[int] = set()
         self.exchange: Exchange
         self.updater: Updater
         self.statistics: RunningStatistics
@@ -114,12 +126,33 @@ class Replica:
     def prepare(self) -> Steps[None]:
         """Make sure all ranks hold the same job, start from rank 0's values, and build what the step needs."""
         yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
+        if self.seat.team:
+            yield from copy_from_first(self.model, self.seat.groups["tp"])
         yield from copy_from_first(self.model, self.replicas)
+        whole = self.named
+        self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
+        if self.division:
+            yield from self._divide(self.division)
         self.exchange = self._open_exchange()
-        self.updater = Updater(self.job, self.named, self.exchange)
-        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm)
+        self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.shards else None)
+        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm, modules_run=self.division is None)
         for _, parameter in self.named:
             self._undo.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
+
+    def _divide(self, division: Division) -> Steps[None]:
+        """Read the loss, decide who holds what, and let go of the rest."""
+        size = chunk_sizes(self.job.batch_size, self.plan.num_chunks)[0]
+        batches, refused = _attempt(lambda: first_batches(self.job, 1, size)) if self.seat.rank == 0 else ([None], None)
+        told: str | None = yield from share(self.seat.world, str(refused) if refused else None)
+        if told is not None:
+            raise refused or DataError(told)
+        yield from division.open(to_device(batches[0], self.seat.device, self.dtype), self.seat.world)
+        self.shards = Shards({**division.parameters, **division.buffers}, self.seat.groups["tp"])
+        self.shards.divide(self.model)
+        self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        self._summed = [parameter for name, parameter in self.named if name in division.first.summed]
+        self._sum_later = set(map(id, self._summed))
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
         """Train on this replica's chunks of global batch `step`."""
@@ -134,7 +167,9 @@ class Replica:
             with ExitStack() as around:
                 around.enter_context(self.statistics.chunk(partial(self._again, chunk, data)))
                 self._begin_chunk(chunk, around, self.observer)
-                returned = self.job.loss(self.model, data)
+                if self.division:
+                    yield from self.division.ready(data)
+                returned = self._loss(data)
                 loss, weight = as_sum(returned, chunk.samples)
                 is_mean = not isinstance(returned, tuple)
                 sums[0] += loss.detach()
@@ -147,6 +182,8 @@ class Replica:
                 (loss / chunk.batch if is_mean else loss).backward()
             if self.observer:
                 self.observer.chunk_done(chunk, float(weight), float(loss.detach()))
+        if filled and self._summed:
+            yield from self._sum_over_team()
         if not filled and self.plan.dp > 1:
             works.append(self.replicas.all_reduce(sums))
         self.arrivals.append(time.monotonic())
@@ -163,7 +200,7 @@ class Replica:
         yield from self.statistics.finish()
         if self.observer:
             whole = yield from self.exchange.full_gradients(gradients)
-            self.observer.averaged(whole)
+            self.observer.averaged((yield from self._gathered(whole)))
         norm = yield from self.updater.update(gradients, total / weight)
         yield from self.exchange.publish()
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
@@ -181,7 +218,9 @@ class Replica:
                     continue
                 data = self._data(chunk)
                 for row, metric in zip(sums, metrics.values(), strict=True):
-                    value, weight = as_sum(metric(self.model, data), chunk.samples, needs_gradient=False)
+                    if self.division:
+                        yield from self.division.ready(data, loss=metric, training=False)
+                    value, weight = as_sum(self._loss(data, metric, training=False), chunk.samples, needs_gradient=False)
                     row += torch.stack([value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)])
         self.model.train(was_training)
         if self.plan.dp > 1:
@@ -189,6 +228,14 @@ class Replica:
             yield
             work.wait()
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
+
+    def whole_state(self) -> Steps[dict[str, Tensor]]:
+        """Parameters and buffers by name, whole, tied ones once. Every rank calls it."""
+        return (yield from self._gathered({name: tensor.detach() for name, tensor in state_of(self.model).items()}))
+
+    def num_elements(self) -> int:
+        """Trainable elements of the whole model."""
+        return sum(math.prod(self.shards.whole_shape(name, each) if self.shards else each.shape) for name, each in self.named)
 
     def digests(self) -> Steps[list[list[int]]]:
         """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
@@ -210,6 +257,20 @@ class Replica:
                         "is not deterministic or not part of the exchange (a parameter changed outside the optimizer, a buffer written by one rank)."
                     )
 
+    def check_team(self, step: int) -> Steps[None]:
+        """Raise `TrainingError` naming the first parameter or buffer that every rank along tp holds whole, and not alike."""
+        if self.seat.team is None or self.shards is None:
+            return
+        alike = {name: tensor for name, tensor in state_of(self.model).items() if name not in self.shards.pieces}
+        everyone = yield from collect(self.seat.team, [int(digest(tensor)) for tensor in alike.values()])
+        for rank, theirs in enumerate(everyone):
+            for name, here, there in zip(alike, everyone[0], theirs, strict=True):
+                if here != there:
+                    raise TrainingError(
+                        f"After step {step}, {name} differs between ranks tp=0 and tp={rank}, which both hold all of it: something in the model or "
+                        "optimizer is not deterministic."
+                    )
+
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
         if self.plan.dp == 1:
@@ -222,8 +283,7 @@ class Replica:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
         if self.plan.dp == 1:
             return {}
-        values = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
-        return _add({"broadcast": values}, self.exchange.bytes_once(), self.updater.bytes_once())
+        return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
 
     def bytes_per_evaluation(self) -> int:
         """Bytes that `evaluate` hands over: a sum and a weight per metric."""
@@ -244,7 +304,28 @@ class Replica:
         return kind(self.named, self.replicas, bucket_bytes=self.plan.bucket_bytes, overlap=self.plan.overlap)
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
-        self.exchange.gradient_ready(parameter)
+        if id(parameter) not in self._sum_later:
+            self.exchange.gradient_ready(parameter)
+
+    def _loss(self, data: Any, function: LossFunction | None = None, *, training: bool = True) -> Any:
+        """What the job's loss (or another function of model and batch) returns."""
+        if self.division is None:
+            return (function or self.job.loss)(self.model, data)
+        return self.division.run(dict(self.model.named_parameters()), dict(self.model.named_buffers()), data, loss=function, training=training)
+
+    def _sum_over_team(self) -> Steps[None]:
+        """Add up over tp, in one flat all-reduce, the gradients of what every rank of the team used for its part only."""
+        used = [parameter for parameter in self._summed if parameter.grad is not None]
+        for dtype in sorted({parameter.dtype for parameter in used}, key=str):
+            gradients = [parameter.grad for parameter in used if parameter.dtype == dtype and parameter.grad is not None]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            work = self.seat.groups["tp"].all_reduce(flat)
+            yield
+            work.wait()
+            for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        for parameter in used:
+            self.exchange.gradient_ready(parameter)
 
     def _begin_chunk(self, chunk: Chunk, around: ExitStack, observer: Observer | None = None) -> None:
         """Seed the chunk's draws, and key them if the plan says so, until `around` ends."""
@@ -258,17 +339,26 @@ class Replica:
             rows = Rows(sum(sizes[: self.seat.place.dp]), chunk.samples, sum(sizes))
         seed_everything(chunk_seed(self.job.seed, chunk.step, index))
         seen = around.enter_context(observer.watch(chunk, self.model)) if observer else None
-        if self.plan.keyed_draws:
+        if self.plan.keyed_draws and self.division is None:  # programs key their draws themselves
             around.enter_context(KeyedDraws(rows, seen))
 
     def _again(self, chunk: Chunk, data: Any) -> Tensor:
         """The chunk's loss once more, from the same draws."""
         with ExitStack() as around:
             self._begin_chunk(chunk, around)
-            return as_sum(self.job.loss(self.model, data), chunk.samples, needs_gradient=False)[0]
+            return as_sum(self._loss(data), chunk.samples, needs_gradient=False)[0]
 
     def _data(self, chunk: Chunk) -> Any:
         return to_device(chunk.data, self.seat.device, self.dtype)
+
+    def _gathered(self, tensors: dict[str, Tensor | None] | dict[str, Tensor]) -> Steps[Any]:
+        """Whole tensors of this rank's and its team's parts."""
+        if self.shards is None:
+            return tensors
+        whole: dict[str, Tensor | None] = {}
+        for name, tensor in tensors.items():
+            whole[name] = None if tensor is None else (yield from self.shards.gather(name, tensor))
+        return whole
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:
@@ -304,6 +394,13 @@ class Replica:
             if not bool(torch.isfinite(loss)):
                 return f"chunk {chunk.index}; every module's output is finite, so the loss function made it"
         return None
+
+
+def _attempt(make: Callable[[], list[Any]]) -> tuple[list[Any], MeshloomError | None]:
+    try:
+        return make(), None
+    except MeshloomError as error:
+        return [None], error
 
 
 def _add(*parts: Mapping[str, int]) -> dict[str, int]:

@@ -26,6 +26,8 @@ from meshloom.report.summary import Traffic, time_shares
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.saving import save
+from meshloom.state.shards import Shards
+from meshloom.state.team_data import open_team_reader
 
 T = TypeVar("T")
 CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
@@ -118,7 +120,7 @@ class Trainer:
     def batches(self) -> Iterator[Batch]:
         """This process's share of every global batch that is left, in order."""
         try:
-            self._readers = self.together(lambda replica: open_reader(self.job, self.plan, replica.seat.world, self.next_step, self.steps))
+            self._readers = self.together(self._open_reader)
             while self.next_step < self.steps:
                 yield self._read()
         finally:
@@ -132,6 +134,8 @@ class Trainer:
         if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_identical(batch.step))
             self._checks += 1
+        if self.plan.tp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
+            self.together(lambda replica: replica.check_team(batch.step))
         self._clock.steps += time.monotonic() - started
         self._clock.held_up += self._held_up() - held_up
         self._clock.num_steps += 1
@@ -148,7 +152,7 @@ class Trainer:
             raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
         if self._evaluation_data is None:
             self._evaluation_data = build_dataset(self.job.evaluate.data, self.job.seed)
-        chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.world) for replica in self.replicas]
+        chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.readers) for replica in self.replicas]
         self._evaluations += 1
         return self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
 
@@ -160,10 +164,12 @@ class Trainer:
 
         def write(replica: Replica) -> Steps[Path]:
             pieces, values = yield from replica.updater.state(replica.seat.world)
+            model = replica.model
+            weights = (yield from replica.shards.weights(model)) if replica.shards else model.state_dict()
             path = yield from save(
                 out,
                 self.next_step,
-                weights=replica.model.state_dict(),
+                weights=weights,
                 pieces=pieces,
                 values={"updater": values, "seed": self.job.seed, "batch_size": self.job.batch_size},
                 fingerprint=_fingerprint(replica),
@@ -236,6 +242,8 @@ class Trainer:
         """Run one generator per local replica in lockstep, and return their results; errors say which rank."""
         # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
         turns = self.world.turns
+        if self.plan.tp > 1 and len(self.replicas) > 1:  # divided programs talk in forward and backward, and not all ranks alike
+            return turns.run([lambda replica=replica: _to_its_end(steps(replica), replica.seat) for replica in self.replicas])
         in_turns = self.plan.sync_batch_norm and len(self.replicas) > 1
 
         def advance(generators: Any) -> list[tuple[bool, Any]]:
@@ -250,6 +258,12 @@ class Trainer:
         shares = self.together(lambda replica: self._readers[self.replicas.index(replica)].read(self.next_step))
         self._clock.data += time.monotonic() - started
         return Batch(self.next_step, shares)
+
+    def _open_reader(self, replica: Replica) -> Steps[Reader]:
+        seat = replica.seat
+        if seat.team is None:
+            return open_reader(self.job, self.plan, seat.readers, self.next_step, self.steps)
+        return open_team_reader(self.job, self.plan, seat.readers, seat.team, self.next_step, self.steps)
 
     def _close_readers(self) -> None:
         for reader in self._readers:
@@ -267,10 +281,7 @@ class Trainer:
         weights = checkpoint.weights()
         for replica in self.replicas:
             checkpoint.check(_fingerprint(replica))
-            with torch.no_grad():
-                for name, tensor in replica.model.state_dict().items():
-                    if isinstance(tensor, torch.Tensor):
-                        tensor.copy_(weights[name])
+            (replica.shards or Shards({}, None)).load_weights(replica.model, weights)
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.updater.load(checkpoint.read, shapes, checkpoint.values["updater"])
         self.next_step = checkpoint.step
@@ -335,7 +346,20 @@ def _plan(plan: Plan | str | None) -> Plan:
 
 def _fingerprint(replica: Replica) -> dict[str, str]:
     """Shape and dtype of everything that a checkpoint of this model holds."""
-    return {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in replica.model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    shards = replica.shards or Shards({}, None)
+    return {
+        name: f"{list(shards.whole_shape(name, tensor))} {tensor.dtype}"
+        for name, tensor in replica.model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _to_its_end(rank: Steps[T], seat: Any) -> T:
+    """Run a simulated rank that hands over where it waits."""
+    while True:
+        done, result = _named(rank, seat)
+        if done:
+            return result
 
 
 def _named(rank: Steps[Any], seat: Any) -> tuple[bool, Any]:

@@ -28,7 +28,12 @@ def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
     >>> run_in_steps([share(group, {"step": 3} if group.rank == 0 else None) for group in simulated_groups(2)])
     [{'step': 3}, {'step': 3}]
     """
-    payload = _bytes(json.dumps(value).encode()) if group.rank == source else torch.empty(0, dtype=torch.uint8)
+    return json.loads((yield from share_bytes(group, json.dumps(value).encode(), source)))
+
+
+def share_bytes(group: Group, value: bytes, source: int = 0) -> Steps[bytes]:
+    """Rank `source`'s bytes, on every rank (what the others hand in is ignored)."""
+    payload = _bytes(value) if group.rank == source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([payload.numel()])
     work = group.broadcast(size, source)
     yield
@@ -38,7 +43,7 @@ def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
     work = group.broadcast(payload, source)
     yield
     work.wait()
-    return json.loads(payload.numpy().tobytes())
+    return payload.numpy().tobytes()
 
 
 def collect(group: Group, value: Any) -> Steps[list[Any]]:
@@ -97,7 +102,7 @@ def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0)
 
 
 def _bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
 class _Pickler(pickle.Pickler):

@@ -29,7 +29,7 @@ def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], de
     likes = {name: shape_of(tensor) for name, tensor in tensors.items()}
     likes |= {value: shape_of(leaf.detach().clone()) for value, leaf in zip(exported.inputs, leaves.values(), strict=True)}
     pure = without_mutation(exported, likes)
-    inferred = infer(pure.graph, likes)
+    inferred = pure.inferred or infer(pure.graph, likes)
     nodes: list[Any] = list(pure.graph.nodes)
     named: dict[fx.Node, str] = {node: str(values.get(node.name, node.name)) for node in nodes}
     output = next(node for node in nodes if node.op == "output")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from meshloom.errors import CaptureError
-from meshloom.graph.attributes import Changed
 from meshloom.graph.build import build
-from meshloom.graph.export import WAY_OUT, Exported, export
-from meshloom.graph.frozen import check_draws, check_equal, line_that_changes
+from meshloom.graph.export import Exported, context_of
+from meshloom.graph.frozen import check_equal, equal_bits
 from meshloom.graph.leaves import Leaves, leaves_of
-from meshloom.graph.precision import build_model, default_precision, in_precision
+from meshloom.graph.precision import build_model, in_precision
 from meshloom.graph.program import Program
+from meshloom.graph.reading import check_tensors, device_of, read_twice, reading
 from meshloom.job import Job, LossFunction
-from meshloom.random import derive, preserved_draws, seed_everything
-
-_ONE_AT_A_TIME = threading.Lock()  # torch.export keeps what it is doing in globals, and so do Python's generators
 
 
 def capture(job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype: torch.dtype | None = None) -> Program:
@@ -37,50 +32,36 @@ def capture_module(model: nn.Module, loss: LossFunction, batches: tuple[Any, Any
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     leaves = leaves_of(batches[0]), leaves_of(batches[1])
     _check_shapes(*leaves)
-    with _ONE_AT_A_TIME, preserved_draws(), default_precision(dtype):
-        first, second = _export_twice(model, loss, leaves)
-        device = _device(model, leaves[0])
-        programs = [build(each, model, leaf.tensors, device, dtype) for each, leaf in zip((first, second), leaves, strict=True)]
-    check_equal(*programs)
-    return programs[0]
+    with reading(dtype):
+        exported = read_twice(model, loss, leaves)
+        device = device_of(model, leaves[0])
+        same = _same(*exported) and all(one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items())
+        program = build(exported[0], model, leaves[0].tensors, device, dtype)
+        if not same:
+            check_equal(program, build(exported[1], model, leaves[1].tensors, device, dtype))
+    return program
 
 
-def _export_twice(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves]) -> tuple[Exported, Exported]:
-    """Both readings, with plain attributes as a forward leaves them to the next one: what the first alone sets up is no harm."""
-
-    def read(number: int) -> Exported:
-        return export(model, _loss_of(loss, leaves[number]), list(leaves[number].tensors.values()))
-
-    def read_seeded(number: int) -> Exported:
-        seed_everything(derive("capture", number))
-        check = check_draws()
-        exported = read(number)
-        check(lambda: read(number))
-        return exported
-
-    first = read_seeded(0)
-    try:
-        for path, name, _, after in first.left:
-            vars(model.get_submodule(path))[name] = after
-        second = read_seeded(1)
-        steady = read_seeded(0) if first.left and not second.changed else first
-    finally:
-        for path, name, before, _ in first.left:
-            vars(model.get_submodule(path))[name] = before
-    for changed in [*(each for each in first.changed if each[1] == "training"), *second.changed]:
-        raise _refuse_attribute(model, changed, lambda: read(1))
-    return steady, second
+def _same(first: Exported, second: Exported) -> bool:
+    """Whether two readings are the same before anything was made of them; then so is what is made of them."""
+    if (first.inputs, first.parameters, first.buffers, first.out_spec) != (second.inputs, second.parameters, second.buffers, second.out_spec):
+        return False
+    if list(first.constants) != list(second.constants) or not all(
+        one.dtype == other.dtype and one.stride() == other.stride() and equal_bits(one, other)
+        for one, other in zip(first.constants.values(), second.constants.values(), strict=True)
+    ):
+        return False
+    return len(first.graph.nodes) == len(second.graph.nodes) and all(
+        _fact(one) == _fact(other) for one, other in zip(first.graph.nodes, second.graph.nodes, strict=True)
+    )
 
 
-def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
-    return lambda model, tensors: loss(model, leaves.rebuild(tensors))
+def _fact(node: fx.Node) -> tuple[str, ...]:
+    return node.op, node.name, str(node.target), str(node.args), str(node.kwargs), str(context_of(node))
 
 
 def _check_shapes(first: Leaves, second: Leaves) -> None:
-    if not first.tensors:
-        raise CaptureError(
-            f"The batch holds no tensors (its parts are mappings, lists, tuples, dataclasses or neither), so there is nothing to read. {WAY_OUT}"
-        )
+    check_tensors(first)
     shapes = [{name: (tuple(leaf.shape), leaf.dtype) for name, leaf in each.tensors.items()} for each in (first, second)]
     for name in dict.fromkeys([*shapes[0], *shapes[1]]):
         one, other = shapes[0].get(name), shapes[1].get(name)
@@ -92,28 +73,3 @@ def _check_shapes(first: Leaves, second: Leaves) -> None:
 
 def _shown(shape: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return f"{str(shape[1]).removeprefix('torch.')}{list(shape[0])}" if shape else "missing"
-
-
-def _refuse_attribute(model: nn.Module, changed: Changed, again: Callable[[], Any]) -> CaptureError:
-    path, attribute, before, after = changed
-    module = model.get_submodule(path)
-    line = line_that_changes(again, lambda: repr(vars(module).get(attribute)))
-    if attribute == "training":
-        return CaptureError(
-            f"The forward switches {path or 'the model'} between training and evaluation at {line}, and a program has one mode. "
-            f"Switch it where the model is built. {WAY_OUT}"
-        )
-    name = f"{path}.{attribute}" if path else attribute
-    return CaptureError(
-        f"The forward changes the attribute {name} from {before} to {after} at {line}, which a program would not. "
-        f"Make it a buffer (register_buffer) that is updated with torch. {WAY_OUT}"
-    )
-
-
-def _device(model: nn.Module, leaves: Leaves) -> torch.device:
-    found: dict[torch.device, None] = {}
-    for tensor in (*model.parameters(), *model.buffers(), *leaves.tensors.values()):
-        found.setdefault(tensor.device)
-    if len(found) != 1:
-        raise CaptureError(f"The model and the batch lie on {', '.join(map(str, found))}. Put all of it on one device. {WAY_OUT}")
-    return next(iter(found))

@@ -18,8 +18,9 @@ from torch import fx
 
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import out_of_place
-from meshloom.graph.export import META, WAY_OUT, Exported, describe_line, line_of
+from meshloom.graph.export import META, Exported, describe_place
 from meshloom.graph.infer import Inferred, Shape, infer
+from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.schemas import arguments_of, functional, functional_of_out, is_list, is_part, name_of, running_statistics
 from meshloom.graph.views import written
 
@@ -37,11 +38,13 @@ class Pure:
 
     updates: placeholder of a buffer -> the node whose value it is given at the end.
     in_place: placeholders of buffers that operators update as they run (running statistics of batch norm).
+    inferred: what its nodes give, where that is known because nothing was written.
     """
 
     graph: fx.Graph
     updates: dict[str, fx.Node]
     in_place: frozenset[str]
+    inferred: Inferred | None
 
 
 def without_mutation(exported: Exported, likes: Mapping[str, Shape]) -> Pure:
@@ -71,6 +74,7 @@ class _Rewriter:
         self.written_buffers: dict[fx.Node, None] = {}
         self.in_place: set[str] = set()
         self.graded: set[int | None] = set()  # memory into which something with a gradient was written
+        self.written = False
         self.kept: set[fx.Node] = set()  # new nodes that do more than their result
 
     def rewrite(self) -> Pure:
@@ -80,12 +84,17 @@ class _Rewriter:
             elif node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], self._read))
             elif (operand := self._operand(node)) is not None:
+                self.written = True
                 self._write(node, operand)
             else:
                 self._call(node)
         updates = {node.name: self._read(node) for node in self.written_buffers}
         self._erase_unused(self.kept | set(updates.values()))
-        return Pure(graph=self.graph, updates=updates, in_place=frozenset(self.in_place))
+        return Pure(graph=self.graph, updates=updates, in_place=frozenset(self.in_place), inferred=None if self.written else self._carried())
+
+    def _carried(self) -> Inferred:
+        shapes = {self.new[node]: shapes for node, shapes in self.inferred.shapes.items() if node in self.new}
+        return Inferred(shapes=shapes, draws={self.new[node]: count for node, count in self.inferred.draws.items()})
 
     def _call(self, node: fx.Node) -> None:
         storage = self.inferred.storage(node)
@@ -266,6 +275,4 @@ class _Rewriter:
                 self.graph.erase_node(node)
 
     def _refusal(self, node: fx.Node, what: str) -> CaptureError:
-        return CaptureError(
-            f"{name_of(node)} at {describe_line(line_of(node))} {what}, which a program cannot hold. Write it out of place. {WAY_OUT}"
-        )
+        return CaptureError(f"{name_of(node)} at {describe_place(node)} {what}, which a program cannot hold. Write it out of place. {WAY_OUT}")

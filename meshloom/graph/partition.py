@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.graph.choose import Choice
+from meshloom.graph.choose import Choice, Held
 from meshloom.graph.collectives import Kind, Transition
 from meshloom.graph.contexts import Context
 from meshloom.graph.cuts import pieces_of, runs_of
+from meshloom.graph.fuse import with_gathered_linears
 from meshloom.graph.layout import axes_of
-from meshloom.graph.nodes import Meta, Node, Ref, Variable
+from meshloom.graph.nodes import Meta, Node, Ref, Variable, refs_in
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import INVARIANT, PARTIAL, Part, Placement
 from meshloom.graph.program import Program
@@ -29,6 +30,14 @@ class Partition:
     parameters: Mapping[str, Pieces]
     buffers: Mapping[str, Pieces]
     summed: tuple[str, ...]  # parameters whose gradients are to be summed over the ranks, once a step
+
+    @property
+    def held(self) -> Held:
+        """What later programs of the same job must keep to."""
+        choice = self.choice
+        variables = {**choice.layout.program.parameters, **choice.layout.program.buffers}
+        pieces = {**self.parameters, **self.buffers}
+        return {name: (pieces[name], choice.variables[each.value] == INVARIANT) for name, each in variables.items()}
 
 
 def partition(choice: Choice) -> Partition:
@@ -59,7 +68,7 @@ def _program(choice: Choice, rank: int, parameters: Mapping[str, Pieces], buffer
         program,
         parameters={name: _variable(each, parameters[name], rank) for name, each in program.parameters.items()},
         buffers={name: _variable(each, buffers[name], rank) for name, each in program.buffers.items()},
-        nodes=tuple(builder.nodes),
+        nodes=with_gathered_linears(builder.nodes, frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))),
         outputs=outputs,
         updates=updates,
         _runners={},
@@ -113,8 +122,8 @@ class _Builder:
             if node.num_draws:
                 drawn = mapped.factors.outputs[0] if mapped.factors.drawn is None else mapped.factors.drawn
                 pieces = pieces_of(axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks)
-                if not pieces.is_whole:
-                    target = PartOfDraw(op=target, sizes=pieces.shape, held=pieces.held[self.rank])
+                stride = node.outputs[0].stride if mapped.factors.drawn is None else None
+                target = PartOfDraw(op=target, sizes=pieces.shape, held=pieces.held[self.rank], count=node.num_draws, stride=stride)
         self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs))
 
     def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:

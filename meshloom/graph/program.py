@@ -36,6 +36,7 @@ class Program:
     in_place: buffers that operators update as they run (running statistics).
     device: that on which it was captured. training: whether the module was in training mode.
     precision: to which model and batch were converted for it; None: the job's own.
+    by_shapes: whether it was read without values. Then its constants have none, and it can be looked at but not run.
     """
 
     parameters: Mapping[str, Variable]
@@ -50,6 +51,7 @@ class Program:
     device: torch.device
     training: bool
     precision: torch.dtype | None = None
+    by_shapes: bool = False
     _runners: dict[Any, Runner] = field(default_factory=dict, repr=False, compare=False)
 
     def run(
@@ -72,6 +74,10 @@ class Program:
         visit: called with every node and its value; slower.
         group: the ranks among which it is divided, if it is one rank's program.
         """
+        if self.by_shapes:
+            raise CaptureError(
+                f"This program of {len(self.nodes)} operators was read by shapes alone, so it cannot be run. Read it from batches: capture(job, batches)."
+            )
         where = torch.device(device) if device is not None else self.device
         runner = self._runners.get((where, dtype, visit is not None))
         if runner is None:
@@ -81,11 +87,16 @@ class Program:
         return runner.run(parameters, buffers, [leaves[each.name] for each in self.inputs], visit, group)
 
     def digest(self) -> str:
-        """A short hash of all that it computes: equal for programs that are the same."""
-        digest = hashlib.sha256(self.describe().encode())
+        """A short hash of all that it computes: equal for programs that are the same, in any process. The user's lines do not count."""
+        facts: list[Any] = [dict(self.parameters), dict(self.buffers), self.inputs, self.outputs, self.out_spec, dict(self.updates)]
+        facts += [sorted(self.in_place), self.device, self.training, self.precision, self.by_shapes]
+        for node in self.nodes:
+            facts += [node.name, node.operator, node.args, dict(node.kwargs), node.context, node.path, node.draw, node.num_draws, node.outputs]
+        digest = hashlib.sha256("\n".join(map(repr, facts)).encode())
         for name, constant in self.constants.items():
-            flat = constant.detach().cpu().contiguous().reshape(-1)
-            digest.update(name.encode() + (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""))
+            digest.update(f"\n{name}: {constant.dtype} {tuple(constant.shape)} {constant.stride()}\n".encode())
+            if not self.by_shapes and constant.numel():
+                digest.update(constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def describe(self) -> str:

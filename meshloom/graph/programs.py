@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from meshloom.errors import CaptureError
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import collect, share, share_bytes
+from meshloom.errors import CaptureError, MeshloomError
 from meshloom.graph.capture import capture
 from meshloom.graph.check import check_against_eager
 from meshloom.graph.leaves import leaves_of
+from meshloom.graph.lines import describe_line, line_of_error
 from meshloom.graph.program import Program
+from meshloom.graph.transfer import pack, unpack
 from meshloom.job import Job
 
-Key = tuple[bool, tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]
+T = TypeVar("T")
+Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]  # training, and each tensor's name, shape and dtype
 
 
 class Programs:
@@ -34,15 +41,69 @@ class Programs:
 
         With four batches the comparison is on ones that the program was not read from.
         """
-        if len(batches) < 2:
-            raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
-        key = _key(batches[0], training)
+        key = _key_of(batches, training)
         if key not in self._known:
             program = capture(self._job, (batches[0], batches[1]), training=training, dtype=self._dtype)
             check_against_eager(program, self._job, batches[-2:])
             self._known[key] = program
         return self._known[key]
 
+    def read_together(self, group: Group, batches: Sequence[Any] | None, *, training: bool = True) -> Steps[Program]:
+        """As `read`, once for all ranks: rank 0 reads and compares with eager, the others receive the program and compare its hash.
+
+        All ranks call it. batches: on rank 0; the others may pass None. Whatever goes wrong on one rank is raised on all.
+        """
+        asked = yield from _from_rank_0(group, lambda: json.dumps(_key_of(batches or (), training)).encode())
+        key = _key_from(json.loads(asked))
+        if all((yield from collect(group, key in self._known))):
+            return self._known[key]
+        packed = yield from _from_rank_0(group, lambda: pack(self.read(batches or (), training=training)))
+        program, refused = _attempt(lambda: unpack(packed) if group.rank else self._known[key])
+        outcomes = yield from collect(group, {"hash": program.digest() if program else "", "refused": str(refused or "")})
+        for rank, outcome in enumerate(outcomes):
+            if outcome["refused"]:
+                raise CaptureError(f"Rank {rank} cannot take the program that rank 0 read: {outcome['refused']}")
+            if outcome["hash"] != outcomes[0]["hash"]:
+                raise CaptureError(
+                    f"The program that rank 0 read has the hash {outcomes[0]['hash']}, and what rank {rank} received has {outcome['hash']}. "
+                    "Use one version of meshloom and torch on all ranks."
+                )
+        assert program is not None
+        return self._known.setdefault(key, program)
+
+
+def _from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:
+    """What `make` gives on rank 0, on every rank; or its error, on every rank."""
+    made, refused = _attempt(make) if group.rank == 0 else (b"", None)
+    error: str | None = yield from share(group, str(refused) if refused else None)
+    if error is not None:
+        raise refused or CaptureError(error)
+    return (yield from share_bytes(group, made or b""))
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
+    try:
+        return make(), None
+    except MeshloomError as error:
+        return None, error
+    except Exception as error:  # the job's own code: the other ranks would wait for ever
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        refused = CaptureError(f"Reading the loss failed at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first}")
+        refused.__cause__ = error
+        return None, refused
+
+
+def _key_of(batches: Sequence[Any], training: bool) -> Key:
+    if len(batches) < 2:
+        raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
+    return _key(batches[0], training)
+
 
 def _key(batch: Any, training: bool) -> Key:
-    return training, tuple((name, tuple(leaf.shape), leaf.dtype) for name, leaf in leaves_of(batch).tensors.items())
+    return training, tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves_of(batch).tensors.items())
+
+
+def _key_from(value: list[Any]) -> Key:
+    """The key that JSON made lists of."""
+    training, leaves = value
+    return training, tuple((name, tuple(shape), dtype) for name, shape, dtype in leaves)

@@ -11,21 +11,33 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from meshloom.graph.draws import seed_of_draw
 from meshloom.graph.pieces import Pieces, Runs, place, take
+from meshloom.random import seed_torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartOfDraw:
-    """`op` on this rank's part. sizes, held: of the tensor that is drawn inside, its whole dims (of those that are cut) and the runs held here."""
+    """`op` on this rank's part.
+
+    sizes, held: of the tensor that is drawn inside, its whole dims (of those that are cut) and the runs held here. stride: of what is drawn
+    if it is like the operator's result: a tensor is drawn in the order of its memory. count: draws that are counted for all of it; a kernel
+    for another shape may have others.
+    """
 
     op: Callable[..., Any]
     sizes: tuple[int, ...]
     held: tuple[Runs | None, ...]
+    count: int
+    stride: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `op` gives, with every tensor that is drawn in it taken from one that is drawn whole."""
+        before = torch.default_generator.initial_seed()
         with _Whole(self):
-            return self.op(*args, **kwargs)
+            result = self.op(*args, **kwargs)
+        seed_torch(seed_of_draw(before, self.count))
+        return result
 
     def __str__(self) -> str:
         return f"part of {self.op}"
@@ -51,12 +63,16 @@ class _Whole(TorchDispatchMode):
             return func(*args, **kwargs)
         if func._schema.name.endswith("_"):  # draws into its first tensor
             pieces = self.part.pieces(args[0].shape)
-            assert pieces is not None, f"{func} draws a tensor of {list(args[0].shape)}"
-            whole = place(pieces, 0, args[0]).clone()
+            if pieces is None:
+                return func(*args, **kwargs)
+            whole = self._like_whole(pieces, args[0])
+            whole.copy_(place(pieces, 0, args[0]))
             func(whole, *tree_map(self._grown, args[1:]), **tree_map(self._grown, kwargs))
             return args[0].copy_(take(pieces, 0, whole))
         drawn = func(*(self._grown(each) for each in args), **{key: self._grown(each) for key, each in kwargs.items()})
-        pieces = next(each for each in map(self._pieces, args) if each is not None)
+        pieces = next((each for each in map(self._pieces, args) if each is not None), None)
+        if pieces is None:
+            return drawn
         return tree_map(lambda each: take(pieces, 0, each).clone() if isinstance(each, Tensor) and tuple(each.shape) == pieces.shape else each, drawn)
 
     def _pieces(self, value: Any) -> Pieces | None:
@@ -68,4 +84,10 @@ class _Whole(TorchDispatchMode):
         pieces = self._pieces(value)
         if pieces is None:
             return value
-        return place(pieces, 0, value) if isinstance(value, Tensor) else list(pieces.shape)
+        return self._like_whole(pieces, value).copy_(place(pieces, 0, value)) if isinstance(value, Tensor) else list(pieces.shape)
+
+    def _like_whole(self, pieces: Pieces, part: Tensor) -> Tensor:
+        stride = self.part.stride
+        if stride is None or len(stride) != part.ndim:
+            return part.new_empty(pieces.shape)
+        return torch.empty_strided(pieces.shape, stride, dtype=part.dtype, device=part.device)

@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from meshloom.graph.cuts import Numbers, pieces_of
+from meshloom.graph.axes import Axis
+from meshloom.graph.cuts import Numbers, pieces_of, runs_of
 from meshloom.graph.layout import Axes, Layout, Mapped
 from meshloom.graph.nodes import Node
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
@@ -62,10 +63,10 @@ def _is_pick(node: Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
 
 
-def _touching(axes: Iterable[object], numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
+def _touching(axes: Iterable[Axis], numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
     found: dict[Cut, None] = {}
     for axis in axes:
-        for number in sorted(numbers.leaves(axis)):  # type: ignore[arg-type]
+        for number in sorted(numbers.leaves(axis)):
             found.update(dict.fromkeys(cuts.get(number, [])))
     return list(found)
 
@@ -75,6 +76,11 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     touched = {label: numbers.leaves(axis) & cut.parts.keys() for label, axis in mapped.labels.items()}
     touched = {label: axes for label, axes in touched.items() if axes}
     if not touched or touched.keys() & mapped.whole or _clash(touched, mapped):
+        return None
+    if any(_squared(mapped.labels[label], numbers, axes) for label, axes in touched.items()):
+        return None
+    ranks = range(len(next(iter(cut.parts.values()))))
+    if any(len(runs_of(mapped.labels[label], cut, numbers, rank) or ()) > 1 for label in touched.keys() & factors.in_one_run for rank in ranks):
         return None
     operands: list[Placement] = []
     for place, (ref, dims) in enumerate(zip(node.operands(), factors.operands, strict=True)):
@@ -104,6 +110,16 @@ def _clash(touched: Mapping[str, frozenset[int]], mapped: Mapped) -> bool:
     return any(
         touched[one] & touched[other] and frozenset({one, other}) not in mapped.apart for place, one in enumerate(names) for other in names[:place]
     )
+
+
+def _squared(axis: Axis, numbers: Numbers, cut: Iterable[int]) -> bool:
+    """Whether one of these axes is in a product with itself: a part of it times the same part is not all there is."""
+    parts = [part.root for part in axis.parts]
+    if axis.kind == "product":
+        found = [numbers.leaves(part) & set(cut) for part in parts]
+        if any(one & other for place, one in enumerate(found) for other in found[:place]):
+            return True
+    return any(_squared(part, numbers, cut) for part in parts)
 
 
 def _largest_share(touched: Mapping[str, frozenset[int]], cut: Cut, numbers: Numbers) -> float:

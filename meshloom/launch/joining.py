@@ -56,13 +56,16 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
             assert mine
             return mine
 
+        world = connect([tuple(range(mesh.size))], "gloo")
         local = LocalRank(
             rank=seat.rank,
             place=mesh.place(seat.rank),
             device=device,
             groups={axis: RecordedGroup(connect(mesh.groups(axis), both), axis) for axis in used_axes(mesh)},
             statistics=RecordedGroup(connect(mesh.groups("dp"), both), "dp"),
-            world=connect([tuple(range(mesh.size))], "gloo"),
+            world=world,
+            team=connect(mesh.groups("tp"), "gloo") if mesh.tp > 1 else None,
+            readers=connect(mesh.groups("dp"), "gloo") if mesh.size > mesh.dp else world,
         )
     except (RuntimeError, OSError) as error:
         how = " ".join(str(error).split())[:300]
@@ -95,7 +98,7 @@ def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, made: list[dist.Pr
             for process_group in [None] if ours else made:
                 dist.destroy_process_group(process_group)
         else:  # destroying would wait for operations that the others may never join
-            for group in (*local.groups.values(), local.statistics, local.world):
+            for group in (*local.groups.values(), local.statistics, local.world, local.readers, *([local.team] if local.team else [])):
                 group.abort()
 
     def at_exit() -> None:

@@ -39,8 +39,13 @@ def world_in_one_process(mesh: Mesh, devices: str) -> World:
     for axis in used_axes(mesh):
         for members in mesh.groups(axis):
             groups.update(zip([(axis, rank) for rank in members], simulated_groups(len(members), turns), strict=True))
+    readers: dict[int, Group] = {}
+    teams: dict[int, Group] = {}
     for members in mesh.groups("dp"):
         statistics.update(zip(members, simulated_groups(len(members), turns), strict=True))
+        readers.update(zip(members, simulated_groups(len(members), turns), strict=True))
+    for members in mesh.groups("tp") if mesh.tp > 1 else ():
+        teams.update(zip(members, simulated_groups(len(members), turns), strict=True))
     local = [
         LocalRank(
             rank=rank,
@@ -49,6 +54,8 @@ def world_in_one_process(mesh: Mesh, devices: str) -> World:
             groups={axis: RecordedGroup(groups[axis, rank], axis) for axis in used_axes(mesh)},
             statistics=RecordedGroup(statistics[rank], "dp"),
             world=everyone[rank],
+            team=teams.get(rank),
+            readers=readers[rank] if mesh.size > mesh.dp else everyone[rank],
         )
         for rank in range(mesh.size)
     ]

@@ -30,7 +30,7 @@ def open_reader(job: Job, plan: Plan, group: Group, start_step: int, stop_step: 
     data or there is none, `JobError` for what is no dataset, `PlanError` when a batch cannot be run under `plan`.
     """
     dataset = build_dataset(job.data, job.seed)
-    stream = _is_stream(dataset, "Job(data=...)")
+    stream = is_stream(dataset, "Job(data=...)")
     num_samples = None if stream else len(dataset)
     yield from agree(
         group,
@@ -56,7 +56,7 @@ def evaluation_chunks(dataset: Any, job: Job, plan: Plan, group: Group) -> Itera
     `step` of a chunk is the number of its batch. Draws made while reading are the same in every evaluation. Replicas may get
     different numbers of chunks; none of them waits for another. Raises as `open_reader` does, before the first chunk.
     """
-    if _is_stream(dataset, "Evaluate(data=...)"):
+    if is_stream(dataset, "Evaluate(data=...)"):
         raise JobError(
             f"Evaluate(data=...) built an iterable {type(dataset).__name__}. Evaluation needs a map-style dataset: __len__ and __getitem__."
         )
@@ -65,7 +65,7 @@ def evaluation_chunks(dataset: Any, job: Job, plan: Plan, group: Group) -> Itera
     return map_chunks(dataset, job, plan, group.rank)
 
 
-def _is_stream(dataset: Any, where: str) -> bool:
+def is_stream(dataset: Any, where: str) -> bool:
     """Whether `dataset` is iterable rather than map-style."""
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):

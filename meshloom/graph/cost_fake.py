@@ -1,0 +1,140 @@
+"""A program's step on fake tensors: its operators run with autograd as on real ones, and no memory is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshloom.graph.contexts import Entered
+from meshloom.graph.nodes import Meta, Node, Ref, refs_in
+from meshloom.graph.program import Program
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside have no values; gradients are recorded."""
+    with torch.enable_grad(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False), _Workspaces():
+        yield
+
+
+def fake_parameters(program: Program) -> dict[str, Tensor]:
+    """User's name -> a parameter like the program's."""
+    return {name: torch.nn.Parameter(_like(each.meta, program.device), each.meta.requires_grad) for name, each in program.parameters.items()}
+
+
+def fake_buffers(program: Program) -> dict[str, Tensor]:
+    """User's name -> a tensor like the program's buffer."""
+    return {name: _like(each.meta, program.device) for name, each in program.buffers.items()}
+
+
+def fake_inputs(program: Program) -> list[Tensor]:
+    """The batch's tensors, in order."""
+    return [_like(each.meta, program.device) for each in program.inputs]
+
+
+def fake_constants(program: Program) -> dict[str, Tensor]:
+    """Value -> a tensor like that constant."""
+    return {name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=program.device) for name, each in program.constants.items()}
+
+
+def leaves(program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Name of the value -> tensor, for all that a program is given."""
+    values = {each.value: parameters[name] for name, each in program.parameters.items()}
+    values |= {each.value: buffers[name] for name, each in program.buffers.items()}
+    return values | {each.value: tensor for each, tensor in zip(program.inputs, inputs, strict=True)} | fake_constants(program)
+
+
+def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterator[Node]:
+    """Run node by node inside `fake_tensors`; yields each when its value is in `values`.
+
+    keep: leave values there after their last use. Parameters, inputs and what the program returns stay in any case.
+    """
+    contexts = tuple(dict.fromkeys(node.context for node in program.nodes))
+    number = {context: index for index, context in enumerate(contexts)}
+    dying = {} if keep else _last_uses(program)
+    with Entered(contexts, device=program.device.type) as entered:
+        for node in program.nodes:
+            entered.move_to(number[node.context])
+            args, kwargs = tree_map_only(Ref, lambda ref: values[ref.name], (node.args, dict(node.kwargs)))
+            values[node.name] = node.target(*args, **kwargs)
+            del args, kwargs
+            for name in dying.get(node.name, ()):
+                del values[name]
+            yield node
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an operator's result or arguments."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def loss_of(program: Program, values: Mapping[str, Any]) -> Tensor | None:
+    """What backward starts from: the sum of the first output, if it has a gradient."""
+    first = program.outputs[0] if program.outputs else None
+    value = values.get(first.name) if isinstance(first, Ref) else None
+    return value.sum() if isinstance(value, Tensor) and value.requires_grad else None
+
+
+class _Workspaces(TorchDispatchMode):
+    """Gives the CPU's recurrent layer the workspace that it has; torch's own fake of it has an empty one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.mkldnn_rnn_layer.default:
+            return value
+        length, batch, features = args[0].shape
+        num_bytes = workspace_bytes(length, batch, features, hidden=args[10], itemsize=args[0].element_size()) if args[15] else 0
+        return *value[:3], value[3].new_empty(num_bytes)
+
+
+def workspace_bytes(length: int, batch: int, features: int, *, hidden: int, itemsize: int) -> int:
+    """Bytes that oneDNN's LSTM keeps from forward to backward: gates and states of one layer in one direction, each on pages of its own.
+
+    Source: oneDNN, src/cpu/rnn/rnn_utils (sizes and offsets of the workspace); found equal to what torch 2.13 allocates.
+    """
+    width, rows, steps = max(features, hidden), 2 * (length + 1) * batch, length * batch
+    parts = [
+        rows * _row(width, itemsize) * itemsize,  # states, and their gradients in float32
+        rows * _row(width, 4) * 4,
+        rows * _row(width, 4) * 4,
+        rows * hidden * itemsize,  # cells, and their gradients
+        rows * hidden * 4,
+        steps * _row(4 * hidden, itemsize) * itemsize,  # gates
+        steps * _row(hidden, itemsize) * itemsize,
+    ]
+    return sum(-(-part // 4096) * 4096 for part in parts)
+
+
+def _row(num_elements: int, itemsize: int) -> int:
+    """Elements of a row: whole cache lines, one more where rows would fall onto each other in the cache."""
+    line = 64 // itemsize
+    rounded = -(-num_elements // line) * line
+    return rounded + line if rounded % 256 == 0 else rounded
+
+
+def _last_uses(program: Program) -> dict[str, list[str]]:
+    """Node -> values of nodes that nobody reads after it, its own included if nobody ever does."""
+    last = {node.name: node.name for node in program.nodes}
+    made = set(last)
+    for node in program.nodes:
+        for ref in node.operands():
+            if ref.name in made:
+                last[ref.name] = node.name
+    returned = {ref.name for ref in refs_in((*program.outputs, *program.updates.values()))}
+    dying: dict[str, list[str]] = {}
+    for name, at in last.items():
+        if name not in returned:
+            dying.setdefault(at, []).append(name)
+    return dying
+
+
+def _like(meta: Meta, device: torch.device) -> Tensor:
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)

@@ -1,0 +1,136 @@
+"""A job's loss divided over the ranks of one axis: a program per shape of batch, the same parts of the parameters in all.
+
+The first program decides who holds what; later ones are divided so that it stays. One rank reads, chooses and tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import collect, share
+from meshloom.errors import CaptureError, MeshloomError
+from meshloom.graph.choose import Choice, Rates, choice_of_numbers, choose, numbers_of_choice
+from meshloom.graph.layout import layout_of
+from meshloom.graph.leaves import leaves_of
+from meshloom.graph.partition import Partition, partition
+from meshloom.graph.pieces import Pieces
+from meshloom.graph.programs import Programs
+from meshloom.graph.rules.table import BUILT_IN
+from meshloom.job import Job, LossFunction
+
+
+class Division:
+    """The loss of `job` (and functions like it) over the ranks of `group`, which talk in it as they compute.
+
+    team: the same ranks, for decisions (CPU tensors). placements, memory_bytes: as for `choose`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        group: Group,
+        team: Group,
+        *,
+        dtype: torch.dtype | None = None,
+        rates: Rates | None = None,
+        placements: Mapping[str, str] | None = None,
+        memory_bytes: float | None = None,
+    ) -> None:
+        self._job = job
+        self._group = group
+        self._team = team
+        self._dtype = dtype
+        self._rates = rates
+        self._placements = placements
+        self._memory_bytes = memory_bytes
+        self._programs: dict[LossFunction, Programs] = {}
+        self._divided: dict[tuple[LossFunction, bool, Any], Partition] = {}
+        self._first: Partition | None = None
+
+    @property
+    def first(self) -> Partition:
+        """The program that decided who holds what."""
+        assert self._first is not None, "open() comes first"
+        return self._first
+
+    @property
+    def parameters(self) -> Mapping[str, Pieces]:
+        """Who holds what of every parameter."""
+        return self.first.parameters
+
+    @property
+    def buffers(self) -> Mapping[str, Pieces]:
+        """Who holds what of every buffer."""
+        return self.first.buffers
+
+    def open(self, batch: Any, world: Group) -> Steps[None]:
+        """Read the loss of batches like `batch` and decide who holds what. All ranks of `world` call it; the batch counts on its rank 0."""
+        yield from self._divide(self._job.loss, True, batch, world)
+
+    def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
+        """Make sure that batches like `batch` can be run. All ranks of the group call it with the same batch."""
+        function = loss or self._job.loss
+        if (function, training, _shapes(batch)) not in self._divided:
+            yield from self._divide(function, training, batch, self._team)
+
+    def run(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Any,
+        *,
+        loss: LossFunction | None = None,
+        training: bool = True,
+    ) -> Any:
+        """What the loss (or `loss`) returns for `batch`; parameters, buffers: this rank's parts by name. Batches like it are ready."""
+        part = self._divided[loss or self._job.loss, training, _shapes(batch)]
+        return part.programs[self._group.rank].run(parameters, buffers, batch, group=self._group)
+
+    def _divide(self, loss: LossFunction, training: bool, batch: Any, group: Group) -> Steps[None]:
+        if loss not in self._programs:
+            self._programs[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
+        program = yield from self._programs[loss].read_together(group, _alike(batch) if group.rank == 0 else None, training=training)
+        layout = layout_of(program, BUILT_IN)
+        held = self._first.held if self._first else None
+
+        def chosen() -> Choice:
+            limit = self._memory_bytes if held is None else None
+            return choose(layout, self._group.size, self._rates, held=held, placements=self._placements, memory_bytes=limit)
+
+        choice, refused = _attempt(chosen) if group.rank == 0 else (None, None)
+        told: dict[str, Any] = yield from share(
+            group, {"refused": str(refused) if refused else None, "numbers": numbers_of_choice(choice) if choice else None}
+        )
+        if told["refused"]:
+            raise refused or CaptureError(told["refused"])
+        mine = choice or choice_of_numbers(layout, self._group.size, told["numbers"], held=held, placements=self._placements)
+        part = partition(mine)
+        hashes = yield from collect(group, [each.digest() for each in part.programs])
+        if any(each != hashes[0] for each in hashes):
+            raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
+        self._first = self._first or part
+        self._divided[loss, training, tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)] = part
+
+
+def _attempt(make: Callable[[], Choice]) -> tuple[Choice | None, MeshloomError | None]:
+    try:
+        return make(), None
+    except MeshloomError as error:
+        return None, error
+
+
+def _shapes(batch: Any) -> Any:
+    return tuple((name, tuple(leaf.shape), leaf.dtype) for name, leaf in leaves_of(batch).tensors.items())
+
+
+def _alike(batch: Any) -> list[Any]:
+    """The batch, and another of the same shapes: its samples one place on."""
+    leaves = leaves_of(batch)
+    return [batch, leaves.rebuild([leaf.roll(1, 0) if leaf.ndim else leaf for leaf in leaves.tensors.values()])]

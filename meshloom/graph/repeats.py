@@ -1,0 +1,135 @@
+"""Blocks of a program that are alike, so that what is decided for one holds for all.
+
+`blocks.0`, `blocks.1`, ... whose forwards run the same operators on the same shapes are one block several times. Every node, parameter
+and axis of the later ones stands for its counterpart in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshloom.graph.axes import Axis
+from meshloom.graph.cuts import Numbers
+from meshloom.graph.layout import Layout
+from meshloom.graph.nodes import Node, Ref
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """values: a value -> the one that it stands for (nodes, parameters, buffers). axes: axis number -> likewise. What is not there stands for itself."""
+
+    values: Mapping[str, str] = field(default_factory=dict[str, str])
+    axes: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def value(self, name: str) -> str:
+        """What a value stands for."""
+        return self.values.get(name, name)
+
+    def axis(self, number: int) -> int:
+        """What an axis stands for."""
+        return self.axes.get(number, number)
+
+
+def repeats_of(layout: Layout, numbers: Numbers, marks: Mapping[str, object] | None = None) -> Repeats:
+    """The repeated blocks of a program. Where counterparts do not fit together, blocks stand for themselves.
+
+    marks: of values; those with unlike marks are not counterparts.
+    """
+    values: dict[str, str] = {}
+    axes: dict[int, int] = {}
+    for blocks in _containers(layout.program.nodes).values():
+        kinds: list[Sequence[tuple[Node, str]]] = []  # the first block of each kind: layers of two kinds may take turns
+        for block in (blocks[index] for index in sorted(blocks)):
+            for first in kinds:
+                found = _match(layout, numbers, first, block, marks or {})
+                if found is None:
+                    continue
+                new_values, new_axes = found
+                if all(axes.get(number, counterpart) == counterpart for number, counterpart in new_axes.items()):
+                    values.update(new_values)
+                    axes.update(new_axes)
+                    break
+            else:
+                kinds.append(block)
+    moved = {number: axes[number] for number in axes if axes[number] != number}
+    if any(_collapses(each, moved, numbers) for each in layout.values.values()):
+        return Repeats()
+    return Repeats(values={name: other for name, other in values.items() if name != other}, axes=moved)
+
+
+def _containers(nodes: Sequence[Node]) -> dict[str, dict[int, list[tuple[Node, str]]]]:
+    """Container -> block number -> its nodes, with their paths within the block. Only the outermost number of a path counts."""
+    found: dict[str, dict[int, list[tuple[Node, str]]]] = {}
+    for node in nodes:
+        parts = node.path.split(".")
+        place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        if place is not None:
+            inner = ".".join(parts[place + 1 :])
+            found.setdefault(".".join(parts[:place]), {}).setdefault(int(parts[place]), []).append((node, inner))
+    return {name: blocks for name, blocks in found.items() if len(blocks) > 1}
+
+
+def _match(
+    layout: Layout, numbers: Numbers, first: Sequence[tuple[Node, str]], other: Sequence[tuple[Node, str]], marks: Mapping[str, object]
+) -> tuple[dict[str, str], dict[int, int]] | None:
+    """Counterparts of the values and axes of `other` in `first`."""
+    if len(first) != len(other):
+        return None
+    values: dict[str, str] = {}
+    axes: dict[int, int] = {}
+    for (one, one_path), (two, two_path) in zip(first, other, strict=True):
+        if one_path != two_path or one.target is not two.target or one.outputs != two.outputs or one.context.grad != two.context.grad:
+            return None
+        if _constants((one.args, dict(one.kwargs))) != _constants((two.args, dict(two.kwargs))):
+            return None
+        pairs = [*zip(one.operands(), two.operands(), strict=True), (Ref(one.name), Ref(two.name))]
+        for mine, theirs in pairs:
+            if layout.metas[mine.name] != layout.metas[theirs.name] or marks.get(mine.name) != marks.get(theirs.name):
+                return None
+            inside = theirs.name == two.name or theirs.name in values or theirs.name.startswith(("p_", "b_"))
+            if inside and values.setdefault(theirs.name, mine.name) != mine.name:
+                return None
+        tensors = zip(
+            (axes for mine, _ in pairs for axes in layout.values[mine.name]),
+            (axes for _, theirs in pairs for axes in layout.values[theirs.name]),
+            strict=True,
+        )
+        for mine_axes, their_axes in tensors:
+            for mine_axis, their_axis in zip(mine_axes, their_axes, strict=True):
+                if not _pair(mine_axis, their_axis, numbers, axes):
+                    return None
+        mapped = layout.mapped.get(one.name), layout.mapped.get(two.name)
+        if mapped[0] is not None and mapped[1] is not None:
+            for label, axis in mapped[0].labels.items():
+                if not _pair(axis, mapped[1].labels[label], numbers, axes):
+                    return None
+    return values, axes
+
+
+def _pair(mine: Axis, theirs: Axis, numbers: Numbers, axes: dict[int, int]) -> bool:
+    leaves = list(mine.leaves()), list(theirs.leaves())
+    if [leaf.size for leaf in leaves[0]] != [leaf.size for leaf in leaves[1]]:
+        return False
+    pairs = [(numbers.of[one.root], numbers.of[two.root]) for one, two in zip(*leaves, strict=True) if one.size > 1]
+    return all(axes.setdefault(two, one) == one for one, two in pairs)
+
+
+def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numbers: Numbers) -> bool:
+    """Whether two axes of one value would stand for the same."""
+    for axes in tensors:
+        found = {number for axis in axes for number in numbers.leaves(axis)}
+        if len({moved.get(number, number) for number in found}) != len(found):
+            return True
+    return False
+
+
+def _constants(value: object) -> object:
+    """Arguments without references."""
+    if isinstance(value, Ref):
+        return Ref
+    if isinstance(value, tuple | list):
+        return tuple(_constants(each) for each in value)
+    if isinstance(value, dict):
+        return tuple((key, _constants(each)) for key, each in value.items())
+    return value

@@ -1,0 +1,39 @@
+"""Data of a replica that several ranks compute: one of them reads, and the others get what it read."""
+
+from __future__ import annotations
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import scatter_objects, share
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.state.chunks import Chunk, Reader
+from meshloom.state.data import open_reader
+
+
+def open_team_reader(job: Job, plan: Plan, readers: Group, team: Group, start_step: int, stop_step: int) -> Steps[Reader]:
+    """As `open_reader`, for a rank of `team`, whose first rank reads. readers: the ranks with its place in the other replicas."""
+    reader = (yield from open_reader(job, plan, readers, start_step, stop_step)) if team.rank == 0 else None
+    num_samples: int | None = yield from share(team, reader.num_samples if reader else None)
+    return TeamReader(reader, num_samples, team)
+
+
+class TeamReader(Reader):
+    """What the first rank of `team` reads, for all of them. reader: None on the others."""
+
+    def __init__(self, reader: Reader | None, num_samples: int | None, team: Group) -> None:
+        self._reader = reader
+        self._num_samples = num_samples
+        self._team = team
+
+    @property
+    def num_samples(self) -> int | None:
+        return self._num_samples
+
+    def read(self, step: int) -> Steps[list[Chunk]]:
+        chunks = (yield from self._reader.read(step)) if self._reader else []
+        return (yield from scatter_objects(self._team, [chunks] * self._team.size if self._reader else None))
+
+    def close(self) -> None:
+        if self._reader:
+            self._reader.close()

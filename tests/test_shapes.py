@@ -1,0 +1,299 @@
+"""Programs read by shapes alone are those that are read from batches, take no memory, and know a device that is not there."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_jobs import OWN, Model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.data import default_collate
+
+from meshloom.errors import CaptureError, JobError
+from meshloom.graph.capture import capture
+from meshloom.graph.program import Program
+from meshloom.graph.shapes import capture_shapes
+from meshloom.job import Job
+from tests.families import FAMILIES
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+ROOT = Path(__file__).parents[1]
+
+# What runs in the covering subset; the rest is `slow`. The family asks for drop path rates and truncated normals.
+COVERING = {"siglip"}
+COVERING_OWN = {"slice_writes", "autocast", "checkpointed", "tied", "parametrised", "noise"}
+
+
+def job_of(build: Any, loss: Any = lambda model, batch: model(batch["x"]).square().mean()) -> Job:
+    return Job(model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), data=lambda: [0], batch_size=1, steps=1)
+
+
+def batches_of(model: Model, count: int = 2) -> list[Any]:
+    generator = torch.Generator().manual_seed(3)
+    return [model[2](generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", [name if name in COVERING_OWN else pytest.param(name, marks=pytest.mark.slow) for name in OWN])
+def test_text_is_that_of_the_program_read_from_batches(name: str):
+    job, batches = job_of(*OWN[name][:2]), batches_of(OWN[name])
+    text = capture(job, (batches[0], batches[1])).describe()
+    for small in (0, 4096) if name in ("parametrised", "tied") else (0,):
+        program = capture_shapes(job, batches[0], small=small)
+        assert program.by_shapes and program.describe() == text
+
+
+@pytest.mark.parametrize("name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def test_a_family_is_read_as_from_batches_or_refused_as_from_batches(name: str):
+    job = FAMILIES[name].make_job(True)
+    data = job.data()
+    batches = [default_collate([data[each] for each in part]) for part in (range(3), range(3, 6))]
+    small = 1 << 20  # all of these tiny models, as the test bed itself looks at every parameter
+    try:
+        text = capture(job, (batches[0], batches[1])).describe()
+    except CaptureError:
+        with pytest.raises(CaptureError, match="Plans with dp alone"):  # for the same reason, which has nothing to do with values
+            capture_shapes(job, batches[0], small=small)
+    else:
+        assert capture_shapes(job, batches[0], small=small).describe() == text
+
+
+@pytest.mark.parametrize(("training", "dtype"), [(True, torch.float64), (False, torch.bfloat16)])
+def test_mode_and_precision(training: bool, dtype: torch.dtype | None):
+    job, batches = job_of(*OWN["in_place"][:2]), batches_of(OWN["in_place"])
+    by_shapes = capture_shapes(job, batches[0], training=training, dtype=dtype)
+    program = capture(job, (batches[0], batches[1]), training=training, dtype=dtype)
+    assert (by_shapes.describe(), by_shapes.training, by_shapes.precision) == (program.describe(), training, dtype)
+
+
+def test_it_says_that_it_has_no_values_and_cannot_be_run():
+    job, (batch, other) = job_of(*OWN["slice_writes"][:2]), batches_of(OWN["slice_writes"])
+    program = capture_shapes(job, batch)
+    assert program.constants and all(each.device.type == "meta" for each in program.constants.values())
+    assert program.digest() != capture(job, (batch, other)).digest()
+    model = job.model()
+    with pytest.raises(CaptureError, match=r"was read by shapes alone, so it cannot be run. Read it from batches: capture\(job, batches\)"):
+        program.run(dict(model.named_parameters()), dict(model.named_buffers()), batch)
+
+
+class Placed(nn.Module):
+    """A model that puts itself on a GPU, in each of the ways to say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 6, device="cuda:1")
+        self.second = nn.Linear(6, 5).cuda()
+        with torch.device("cuda"):
+            self.third = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to("cuda")).to(torch.device("cuda", 1)) + torch.arange(6, device=x.device)
+        return self.third(self.second(x.cuda()).to(device="cuda")) + torch.zeros(4, device="cuda")
+
+
+@pytest.mark.parametrize("name", ["recurrent", "tied", "placed"])
+def test_a_device_that_is_not_there(name: str):
+    model = OWN[name] if name in OWN else (Placed, OWN["tied"][1], OWN["recurrent"][2])
+    job, batch = job_of(*model[:2]), batches_of(model)[0]
+    program, here = capture_shapes(job, batch, device="cuda:0"), capture_shapes(job, batch)
+    assert (program.device, here.device) == (torch.device("cuda:0"), torch.device("cpu"))
+    assert program.describe().replace("cuda:0", "cpu") == here.describe()
+    assert "cuda" not in here.describe() and ("device=cuda:0" in program.describe()) == (name in ("recurrent", "placed"))
+    assert program.digest() != here.digest()
+
+
+def test_autocast_on_a_device_that_is_not_there():
+    class Casts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                y = super().forward(x)
+            with torch.autocast(x.device.type, torch.bfloat16), torch.autocast("cuda", enabled=False):
+                return y * super().forward(x)
+
+    job, batch = job_of(lambda: Casts(3, 2)), {"x": torch.ones(4, 3)}
+    nodes = capture_shapes(job, batch, device="cuda:0").nodes
+    assert [str(node) for node in nodes[0].outputs] == ["bfloat16[4, 2]"] and [str(node) for node in nodes[1].outputs] == ["float32[4, 2]"]
+    assert {region.device for node in nodes for region in node.context.autocast} == {"cuda"}
+    here = capture_shapes(job, batch).nodes  # where a region for CUDA casts nothing
+    assert [str(node) for node in here[0].outputs] == ["float32[4, 2]"]
+
+
+def test_reading_leaves_generators_and_the_batch_alone():
+    batch = batches_of(OWN["noise"])[0]
+    before, states = batch["x"].clone(), (torch.get_rng_state(), random.getstate())
+    capture_shapes(job_of(*OWN["noise"][:2]), batch)
+    assert torch.equal(batch["x"], before) and torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+
+
+class Large(nn.Module):
+    """Every constructor idiom that looks at values, at a size at which there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+        self.drop = nn.Dropout(rates[2])
+        self.first = parametrizations.orthogonal(nn.Linear(300, 300))
+        self.second = parametrizations.spectral_norm(nn.Linear(300, 300))
+        self.third = parametrizations.weight_norm(nn.Linear(300, 300))
+        nn.init.trunc_normal_(self.third.bias)
+        self.embed = nn.Embedding(500, 300)
+        self.head = nn.Linear(300, 500, bias=False)
+        self.head.weight = self.embed.weight
+        for tensor in (self.embed.weight, self.first.bias):
+            nn.init.trunc_normal_(tensor, std=0.02)
+        nn.init.orthogonal_(self.embed.weight)
+        self.embed.weight.data[0].zero_()
+        self.register_buffer("mask", torch.tril(torch.ones(300, 300)).bool(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.third(self.second(self.first(self.embed(x)))))
+        return self.head(x.masked_fill(self.mask[: x.shape[1], :1], 0.0))
+
+
+def test_constructors_may_look_at_small_values():
+    batch, other = {"x": torch.randint(500, (2, 5))}, {"x": torch.randint(500, (2, 5))}
+    program = capture_shapes(job_of(Large), batch)
+    assert program.parameters["embed.weight"].aliases == ("head.weight",)
+    assert any(node.operator == "dropout" and node.args[1] == pytest.approx(0.2) for node in program.nodes)
+    assert program.describe() == capture(job_of(Large), (batch, other)).describe()
+
+
+def test_a_constructor_that_looks_at_large_values_is_refused_with_its_line():
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(100, 100)
+            self.scale = self.first.weight.std().item()
+
+    class Scipy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(100, 100)
+            self.first.weight.detach().numpy()
+
+    for build, line in ((Looks, "self.scale = self.first.weight.std().item()"), (Scipy, "self.first.weight.detach().numpy()")):
+        with pytest.raises(CaptureError, match=r"cannot be built by shapes alone at .*test_shapes.py:\d+") as caught:
+            capture_shapes(job_of(build), {"x": torch.ones(2, 100)})
+        assert f"({line})" in str(caught.value) and "capture it from real batches" in str(caught.value)
+
+
+def test_what_a_program_would_freeze_is_refused():
+    class Draws(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * random.random()
+
+    class Counts(nn.Linear):
+        steps = 0
+
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match="draws from random at"):
+        capture_shapes(job_of(lambda: Draws(3, 2)), {"x": torch.ones(4, 3)})
+    with pytest.raises(CaptureError, match="changes the attribute steps from 1 to 2"):
+        capture_shapes(job_of(Counts), {"x": torch.ones(4, 3)})
+    with pytest.raises(CaptureError, match="holds no tensors"):
+        capture_shapes(job_of(Counts), {"x": 3})
+    with pytest.raises(JobError, match="returned a int"):
+        capture_shapes(job_of(lambda: 3), {"x": torch.ones(4, 3)})
+
+
+def test_threads_read_one_after_another():
+    def work(number: int) -> str:
+        job = job_of(lambda: nn.Linear(3, 2))
+        return (
+            capture_shapes(job, {"x": torch.ones(4, 3)}) if number % 2 else capture(job, ({"x": torch.ones(4, 3)}, {"x": torch.zeros(4, 3)}))
+        ).describe()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(work, range(4)))) == 1
+
+
+# --- The largest.
+
+
+class Block(nn.Module):
+    """A GPT's block with separate q, k, v."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (each(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Learned positions, untied head."""
+
+    def __init__(self, num_blocks: int, width: int, num_heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def next_token(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"][:, :-1]).flatten(0, 1), batch["x"][:, 1:].flatten())
+
+
+def gpt_175b() -> Program:
+    return capture_shapes(job_of(lambda: GPT(96, 12288, 96, 50257, 2048), next_token), {"x": torch.zeros(1, 2049, dtype=torch.int64)})
+
+
+def measure() -> None:
+    """Prints what reading 175 billion parameters takes: seconds on the clock and of this process, most bytes of memory, and what came of it."""
+    import resource
+    import time
+
+    start, busy = time.perf_counter(), time.process_time()
+    program = gpt_175b()
+    text = program.describe()
+    print(
+        json.dumps(
+            {
+                "seconds": time.perf_counter() - start,
+                "busy": time.process_time() - busy,
+                "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "parameters": sum(torch.Size(each.meta.shape).numel() for each in program.parameters.values()),
+                "operators": len(program.nodes),
+                "lines": len(text.splitlines()),
+            }
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_175_billion_parameters_in_half_a_minute_and_four_gigabytes():
+    command = [sys.executable, "-c", "import sys; sys.path[:0] = ['tests', '.']; import test_shapes; test_shapes.measure()"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(found)  # the clock runs on while others use the cores, which says nothing of the program
+    assert 174e9 < found["parameters"] < 176e9 and found["operators"] > 96 * 18
+    assert found["busy"] <= 30 and found["bytes"] <= 4e9
