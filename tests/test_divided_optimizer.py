@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from meshloom.graph.capture import capture_module
 from meshloom.graph.choose import Rates, choose
 from meshloom.graph.layout import layout_of
 from meshloom.graph.lockstep import run_in_lockstep
-from meshloom.graph.partition import partition
+from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import place, take
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.job import Job, NamedParameters
@@ -195,12 +196,24 @@ def built() -> Attending:
     return Attending().double()
 
 
+def sentences(number: int) -> Tensor:
+    return torch.randint(23, (4, 33), generator=torch.Generator().manual_seed(number))
+
+
+@pytest.fixture(scope="module")
+def part() -> Partition:
+    """The program of `next_token` on four ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.export warns about itself
+        program = capture_module(built(), next_token, (sentences(0), sentences(1)))
+    return partition(choose(layout_of(program, BUILT_IN), 4, Rates(flops_per_second=1e8, latency_seconds=0.0)))  # worth dividing, small as it is
+
+
 @pytest.mark.long
-@pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "trust ratio"])
-def test_a_divided_program_trains_as_one_device_does(name: str):
+def test_a_divided_program_trains_as_one_device_does(name: str, part: Partition):
     the_job = job(BUILDS[name], clip_grad_norm=0.5)
-    batches = [torch.randint(23, (4, 33), generator=torch.Generator().manual_seed(number)) for number in range(STEPS)]
+    batches = [sentences(number) for number in range(STEPS)]
     one = built()
     optimizer: Any = the_job.optimizer(list(one.named_parameters()))
     norms: list[float] = []
@@ -210,9 +223,6 @@ def test_a_divided_program_trains_as_one_device_does(name: str):
         norms.append(float(nn.utils.clip_grad_norm_(one.parameters(), 0.5)))
         optimizer.step()
 
-    model = built()
-    program = capture_module(model, next_token, (batches[0], batches[1]))
-    part = partition(choose(layout_of(program, BUILT_IN), 4, Rates(flops_per_second=1e8, latency_seconds=0.0)))  # worth dividing, small as it is
     models = [built() for _ in range(4)]
     groups = simulated_groups(4)
     shards = [Shards({**part.parameters, **part.buffers}, group) for group in groups]
