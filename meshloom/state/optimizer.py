@@ -8,25 +8,25 @@ The optimizer objects stay, because schedulers hold them.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.errors import CheckpointError, JobError
+from meshloom.errors import CheckpointError
 from meshloom.exchange.exchange import Exchange
 from meshloom.job import Job, NamedParameters
 from meshloom.mesh import Axis
 from meshloom.state.checkpoint import Piece
 from meshloom.state.clipping import clip
 from meshloom.state.elementwise import Reach, reach
-from meshloom.state.json_values import NotPlainError, from_json, to_json
+from meshloom.state.json_values import from_json
+from meshloom.state.made import make_optimizers, make_schedulers, scheduler_values
 from meshloom.state.optimizer_state import Held, StatePart, load_settings, load_state, settings, state_pieces
 from meshloom.state.shards import Shards
 from meshloom.state.whole import WholeParameters, divide
@@ -52,11 +52,10 @@ class Updater:
         self._shards = shards or Shards({}, None)
         self._device = named_parameters[0][1].device
         names = {id(parameter): name for name, parameter in named_parameters}
-        made = _call(job, named_parameters)
-        self._optimizers = _check(made, names)
+        made, self._optimizers = make_optimizers(job, named_parameters)
         divided = exchange.owners is not None or bool(self._shards.pieces)
         reaches: list[Reach] = [reach(each, elementwise=job.elementwise) if divided else "element" for each in self._optimizers]
-        self._schedulers = _schedulers(job, made)
+        self._schedulers = make_schedulers(job, made)
         self._held: list[list[Held]] = []  # by optimizer
         self._targets: list[nn.Parameter | None] = [None] * len(exchange.owned)  # whose .grad an owned slice's gradient becomes
         self._kept: list[nn.Parameter] = []  # whole parameters that this rank updates although it owns only slices or parts
@@ -143,7 +142,7 @@ class Updater:
             self._gathered = gathered.bytes_dp, gathered.bytes_tp
         return pieces, {
             "optimizers": [settings(optimizer) for optimizer in self._optimizers],
-            "schedulers": [_scheduler_values(scheduler) for scheduler in self._schedulers],
+            "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
         }
 
     def load(self, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
@@ -273,73 +272,3 @@ def _cut(value: Any, parameter: nn.Parameter, piece: Held) -> Any:
     if value.ndim == 0 or value.shape != parameter.shape:
         return value.clone()
     return piece.cut(value)
-
-
-def _call(job: Job, named_parameters: NamedParameters) -> Any:
-    try:
-        return job.optimizer(list(named_parameters))
-    except ValueError as error:
-        if "empty parameter list" in str(error):
-            raise JobError("The optimizer function gave an optimizer no parameters. Give each at least one, or leave that optimizer out.") from error
-        raise
-
-
-def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
-    optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
-    if not optimizers:
-        raise JobError("The optimizer function returned an empty list. Return one torch.optim.Optimizer, or several over disjoint parameters.")
-    owner: dict[int, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, Optimizer):
-            raise JobError(
-                f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Return one, or a list of several "
-                "over disjoint parameters."
-            )
-        if isinstance(optimizer, LBFGS):
-            raise JobError(
-                "LBFGS evaluates the loss several times in a step, which is not supported. Use one that steps once per gradient, such as AdamW."
-            )
-        if isinstance(optimizer, SparseAdam):
-            raise JobError("SparseAdam needs sparse gradients, and gradients are exchanged dense. Use Adam, and sparse=False in embeddings.")
-        parameters: list[nn.Parameter] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not parameters:
-            raise JobError(f"{type(optimizer).__name__} (optimizer {index}) has no parameters. Give it at least one, or leave it out.")
-        for parameter in parameters:
-            if id(parameter) not in names:
-                raise JobError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that is not a trainable parameter of the model. "
-                    "Build it from the named parameters that the optimizer function receives."
-                )
-            if owner.setdefault(id(parameter), index) != index:
-                raise JobError(
-                    f"{names[id(parameter)]} is in two optimizers, {type(optimizers[owner[id(parameter)]]).__name__} and {type(optimizer).__name__}. "
-                    "Give each parameter to one of them."
-                )
-    return optimizers
-
-
-def _schedulers(job: Job, made: Any) -> list[Any]:
-    if job.scheduler is None:
-        return []
-    returned = job.scheduler(made)
-    schedulers: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
-    for scheduler in schedulers:
-        if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
-            raise JobError(
-                f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: "
-                "CosineAnnealingLR(optimizer, 100), or a list of them."
-            )
-        _scheduler_values(scheduler)  # find out now rather than at the first checkpoint
-    return schedulers
-
-
-def _scheduler_values(scheduler: Any) -> Any:
-    """A scheduler's state as JSON. Functions are left out: the job's own function builds the scheduler with the same ones."""
-    code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-    state = {key: value for key, value in scheduler.state_dict().items() if not isinstance(value, code)}
-    try:
-        return to_json(state)
-    except NotPlainError as error:
-        raise JobError(
-            f"{type(scheduler).__name__} cannot be saved: {error}. Keep numbers, strings, small tensors and lists of them in its state_dict()."
-        ) from None

@@ -44,7 +44,7 @@ def whole_pieces(parts: Sequence[StatePart], shards: Shards, owners: Group | Non
     mine = {each.key: each for each in parts}
     assert len(mine) == len(parts), "a rank owns one slice of a parameter"
     spans: list[list[list[int]]] = []  # [owner][tensor]
-    if owners is not None:
+    if owners is not None and known:
         spans = yield from _spans(owners, [mine.get(key) for key in known], device)
     pieces: list[Piece] = []
     for number, (key, (name, dtype)) in enumerate(known.items()):
