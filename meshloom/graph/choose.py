@@ -16,7 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
 from meshloom.errors import PlanError
-from meshloom.graph.cuts import Numbers, candidates, numbers_of, pieces_of
+from meshloom.graph.cuts import Numbers, candidates, covers, numbers_of, pieces_of
 from meshloom.graph.layout import Layout
 from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import Pieces
@@ -186,6 +186,8 @@ class _Problem:
             if meta.requires_grad:
                 options.append((REPLICATED, options[0][1] + self._all_reduce(size, deferred=True)))
             for cut in dict.fromkeys(cut for axis in axes[0] for number in sorted(self.numbers.leaves(axis)) for cut in cuts.get(number, [])):
+                if not covers(axes[0], cut, self.numbers):
+                    continue
                 pieces = pieces_of(axes[0], cut, self.numbers, self.num_ranks)
                 share = max(pieces.num_elements(rank) for rank in range(self.num_ranks)) * meta.dtype.itemsize
                 update = self._held(share) if meta.requires_grad else 0.0

@@ -123,6 +123,10 @@ class _Builder:
                 pieces = pieces_of(axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks)
                 stride = node.outputs[0].stride if mapped.factors.drawn is None else None
                 target = PartOfDraw(op=target, sizes=pieces.shape, held=pieces.held[self.rank], count=node.num_draws, stride=stride)
+        elif node.num_draws and mapped is not None and mapped.factors.drawn is None:
+            # All of it, and yet it may lie in memory otherwise than on one device, and is drawn in that order.
+            sizes, stride = node.outputs[0].shape, node.outputs[0].stride
+            target = PartOfDraw(op=target, sizes=sizes, held=(None,) * len(sizes), count=node.num_draws, stride=stride)
         self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs))
 
     def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
