@@ -46,6 +46,8 @@ def strategies_of(node: Node, layout: Layout, numbers: Numbers, cuts: Mapping[in
             yield Strategy(operands=(REPLICATED,), output=REPLICATED)
             yield Strategy(operands=(PARTIAL,), output=PARTIAL)
             for cut in _touching((axis for each in axes for axis in each), numbers, cuts):
+                if not all(covers(each, cut, numbers) for each in axes):
+                    continue
                 # The other tensors of the same node lie in parts too, whether or not this one does.
                 yield Strategy(operands=(Part(cut),), output=placed(layout.values[node.name], cut, numbers), cut=cut)
         return
@@ -96,6 +98,8 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
         for term, axis in zip(dims, axes, strict=True)
     ):
         return None  # later operators pair this dim with what is cut; here all of it is made
+    if not all(covers(axes, cut, numbers) for axes in (*(layout.values[ref.name][0] for ref in node.operands()), *outputs)):
+        return None
     result = placed(outputs, cut, numbers)
     work = _largest_share(touched, cut, numbers)
     if touched.keys() & (factors.joins | factors.sums):
