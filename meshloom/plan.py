@@ -9,11 +9,40 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from meshloom.errors import PlanError
 from meshloom.mesh import Mesh
+
+PLACEMENTS = ("column", "row", "vocabulary", "heads", "channels", "replicated")
+
+
+class Pairs(Mapping[str, str]):
+    """A mapping that does not change, in alphabetical order; equal ones have equal hashes.
+
+    >>> Pairs({"b": "row", "a": "column"})
+    Pairs({'a': 'column', 'b': 'row'})
+    """
+
+    def __init__(self, pairs: Mapping[str, str] | None = None) -> None:
+        self._pairs = dict(sorted((pairs or {}).items(), key=str))
+
+    def __getitem__(self, key: str) -> str:
+        return self._pairs[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._pairs.items()))
+
+    def __repr__(self) -> str:
+        return f"Pairs({self._pairs})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +57,15 @@ class Plan:
     overlap: gradients travel while backward is still computing earlier layers.
     bucket_bytes: gradients travel in pieces of about this many bytes.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
+    tp_placements: pattern of module names -> how the parameters of those modules and of all inside are divided over tp: `column` (out
+        features), `row` (in features), `vocabulary`, `heads`, `channels`, `dim0`, `dim1`, ..., or `replicated`. Others are chosen by cost.
 
     >>> Plan(dp=4, microbatches=2)
     Plan('dp=4,microbatches=2')
     >>> Plan.parse("dp=2,sync_batch_norm=true").sync_batch_norm
     True
+    >>> Plan(tp=2, tp_placements={"blocks.*.up": "column", "head": "vocabulary"})
+    Plan('dp=1,tp=2,tp_placements=blocks.*.up:column+head:vocabulary')
     """
 
     dp: int = 1
@@ -43,8 +76,11 @@ class Plan:
     overlap: bool = True
     bucket_bytes: int = 25 * 2**20
     keyed_draws: bool = False
+    tp_placements: Mapping[str, str] = Pairs()
 
     def __post_init__(self) -> None:
+        if isinstance(self.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may come from JSON
+            object.__setattr__(self, "tp_placements", Pairs(self.tp_placements))
         for field in fields(self):
             value = getattr(self, field.name)
             expected = type(field.default)
@@ -55,6 +91,10 @@ class Plan:
                 raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
         if self.zero not in (0, 1):
             raise PlanError(f"zero={self.zero} is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp).")
+        for pattern, value in self.tp_placements.items():
+            _check_placement(pattern, value)
+        if self.tp_placements and self.tp == 1:
+            raise PlanError(f"tp_placements={_text(self.tp_placements)} divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out.")
         if self.sync_batch_norm and self.tp > 1:
             raise PlanError(f"sync_batch_norm=true works on modules, and tp={self.tp} computes operators. Use tp=1, or sync_batch_norm=false.")
 
@@ -79,7 +119,7 @@ class Plan:
     @staticmethod
     def parse(text: str) -> Plan:
         """Read the text form: `key=value` joined by `,`."""
-        settings: dict[str, int | bool] = {}
+        settings: dict[str, int | bool | Pairs] = {}
         for part in text.split(","):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not key or not value:
@@ -107,9 +147,13 @@ class Plan:
             raise PlanError(f"A plan in JSON is an object of settings, not {type(settings).__name__}.")
         return Plan.from_dict(settings)
 
-    def to_dict(self) -> dict[str, int | bool]:
+    def to_dict(self) -> dict[str, Any]:
         """Settings that differ from their default, dp always."""
-        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default or field.name == "dp"}
+        return {
+            field.name: dict(value) if isinstance(value, Pairs) else value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default or field.name == "dp"
+        }
 
     def to_json(self) -> str:
         """The JSON form."""
@@ -120,7 +164,7 @@ class Plan:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return ",".join(f"{key}={_text(value)}" for key, value in self.to_dict().items())
+        return ",".join(f"{key}={_text(getattr(self, key))}" for key in self.to_dict())
 
     def __repr__(self) -> str:
         return f"Plan({str(self)!r})"
@@ -134,8 +178,31 @@ def _known(key: str) -> None:
         raise PlanError(f"A plan has no setting {key!r}. {hint}")
 
 
-def _value(key: str, text: str) -> int | bool:
+def _check_placement(pattern: object, value: object) -> None:
+    if not isinstance(pattern, str) or not isinstance(value, str) or not pattern or any(mark in pattern for mark in ",+:= "):
+        raise PlanError(f"tp_placements={pattern!r}:{value!r} must be a pattern of module names and how to divide them, like blocks.*.up:column.")
+    if value not in PLACEMENTS and not (value.startswith("dim") and value.removeprefix("dim").isdecimal()):
+        near = difflib.get_close_matches(value, PLACEMENTS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(PLACEMENTS)}, dim0, dim1, ..."
+        raise PlanError(f"tp_placements={pattern}:{value} is no way to divide a module. {hint}")
+
+
+def _pairs(key: str, text: str) -> Pairs:
+    found: dict[str, str] = {}
+    for part in text.split("+"):
+        pattern, colon, value = (piece.strip() for piece in part.partition(":"))
+        if not colon or not pattern or not value:
+            raise PlanError(f"{part.strip()!r} in {key}={text} is not pattern:value. Pairs look like {key}=blocks.*.up:column+head:vocabulary.")
+        if pattern in found:
+            raise PlanError(f"{pattern} stands twice in {key}={text}.")
+        found[pattern] = value
+    return Pairs(found)
+
+
+def _value(key: str, text: str) -> int | bool | Pairs:
     _known(key)
+    if key == "tp_placements":
+        return _pairs(key, text)
     if text in ("true", "false"):
         return text == "true"
     try:
@@ -146,11 +213,13 @@ def _value(key: str, text: str) -> int | bool:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, Pairs):
+        return "+".join(f"{pattern}:{way}" for pattern, way in value.items()) or "blocks.*.up:column"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _describe(kind: type) -> str:
-    return {int: "a whole number", bool: "true or false"}[kind]
+    return {int: "a whole number", bool: "true or false", Pairs: "pairs of patterns and ways"}[kind]
 
 
 def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:

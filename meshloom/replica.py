@@ -114,8 +114,9 @@ class Replica:
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
         self._one_chunk = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=seat.device) for is_mean in (False, True)}
-        self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype) if seat.team else None
+        self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements) if seat.team else None
         self.shards: Shards | None = None
+        self._copied_bytes = 0  # of parameters and buffers, at the start
         self._summed: list[nn.Parameter] = []  # whose gradients are added up over tp, once a step
         self._sum_later: set[int] = set()
         self.exchange: Exchange
@@ -129,11 +130,12 @@ class Replica:
             yield from copy_from_first(self.model, self.seat.groups["tp"])
         yield from copy_from_first(self.model, self.replicas)
         whole = self.named
+        self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
         if self.division:
             yield from self._divide(self.division)
         self.exchange = self._open_exchange()
-        self.updater = Updater(self.job, whole, self.exchange, self.shards)
-        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm)
+        self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.shards else None)
+        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm, modules_run=self.division is None)
         for _, parameter in self.named:
             self._undo.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
 
@@ -198,7 +200,7 @@ class Replica:
         yield from self.statistics.finish()
         if self.observer:
             whole = yield from self.exchange.full_gradients(gradients)
-            self.observer.averaged(whole)
+            self.observer.averaged((yield from self._gathered(whole)))
         norm = yield from self.updater.update(gradients, total / weight)
         yield from self.exchange.publish()
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
@@ -227,6 +229,14 @@ class Replica:
             work.wait()
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
 
+    def whole_state(self) -> Steps[dict[str, Tensor]]:
+        """Parameters and buffers by name, whole, tied ones once. Every rank calls it."""
+        return (yield from self._gathered({name: tensor.detach() for name, tensor in state_of(self.model).items()}))
+
+    def num_elements(self) -> int:
+        """Trainable elements of the whole model."""
+        return sum(math.prod(self.shards.whole_shape(name, each) if self.shards else each.shape) for name, each in self.named)
+
     def digests(self) -> Steps[list[list[int]]]:
         """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
         mine = torch.stack([digest(tensor) for tensor in state_of(self.model).values()])
@@ -247,6 +257,20 @@ class Replica:
                         "is not deterministic or not part of the exchange (a parameter changed outside the optimizer, a buffer written by one rank)."
                     )
 
+    def check_team(self, step: int) -> Steps[None]:
+        """Raise `TrainingError` naming the first parameter or buffer that every rank along tp holds whole, and not alike."""
+        if self.seat.team is None or self.shards is None:
+            return
+        alike = {name: tensor for name, tensor in state_of(self.model).items() if name not in self.shards.pieces}
+        everyone = yield from collect(self.seat.team, [int(digest(tensor)) for tensor in alike.values()])
+        for rank, theirs in enumerate(everyone):
+            for name, here, there in zip(alike, everyone[0], theirs, strict=True):
+                if here != there:
+                    raise TrainingError(
+                        f"After step {step}, {name} differs between ranks tp=0 and tp={rank}, which both hold all of it: something in the model or "
+                        "optimizer is not deterministic."
+                    )
+
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
         if self.plan.dp == 1:
@@ -259,8 +283,7 @@ class Replica:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
         if self.plan.dp == 1:
             return {}
-        values = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
-        return _add({"broadcast": values}, self.exchange.bytes_once(), self.updater.bytes_once())
+        return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
 
     def bytes_per_evaluation(self) -> int:
         """Bytes that `evaluate` hands over: a sum and a weight per metric."""
@@ -327,6 +350,15 @@ class Replica:
 
     def _data(self, chunk: Chunk) -> Any:
         return to_device(chunk.data, self.seat.device, self.dtype)
+
+    def _gathered(self, tensors: dict[str, Tensor | None] | dict[str, Tensor]) -> Steps[Any]:
+        """Whole tensors of this rank's and its team's parts."""
+        if self.shards is None:
+            return tensors
+        whole: dict[str, Tensor | None] = {}
+        for name, tensor in tensors.items():
+            whole[name] = None if tensor is None else (yield from self.shards.gather(name, tensor))
+        return whole
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:

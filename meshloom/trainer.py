@@ -26,6 +26,7 @@ from meshloom.report.summary import Traffic, time_shares
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.saving import save
+from meshloom.state.shards import Shards
 from meshloom.state.team_data import open_team_reader
 
 T = TypeVar("T")
@@ -133,6 +134,8 @@ class Trainer:
         if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_identical(batch.step))
             self._checks += 1
+        if self.plan.tp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
+            self.together(lambda replica: replica.check_team(batch.step))
         self._clock.steps += time.monotonic() - started
         self._clock.held_up += self._held_up() - held_up
         self._clock.num_steps += 1
@@ -160,11 +163,13 @@ class Trainer:
         out = self.out
 
         def write(replica: Replica) -> Steps[Path]:
-            pieces, values = replica.updater.state()
+            pieces, values = yield from replica.updater.state(replica.seat.world)
+            model = replica.model
+            weights = (yield from replica.shards.weights(model)) if replica.shards else model.state_dict()
             path = yield from save(
                 out,
                 self.next_step,
-                weights=replica.model.state_dict(),
+                weights=weights,
                 pieces=pieces,
                 values={"updater": values, "seed": self.job.seed, "batch_size": self.job.batch_size},
                 fingerprint=_fingerprint(replica),
@@ -276,10 +281,7 @@ class Trainer:
         weights = checkpoint.weights()
         for replica in self.replicas:
             checkpoint.check(_fingerprint(replica))
-            with torch.no_grad():
-                for name, tensor in replica.model.state_dict().items():
-                    if isinstance(tensor, torch.Tensor):
-                        tensor.copy_(weights[name])
+            (replica.shards or Shards({}, None)).load_weights(replica.model, weights)
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.updater.load(checkpoint.read, shapes, checkpoint.values["updater"])
         self.next_step = checkpoint.step
@@ -344,7 +346,12 @@ def _plan(plan: Plan | str | None) -> Plan:
 
 def _fingerprint(replica: Replica) -> dict[str, str]:
     """Shape and dtype of everything that a checkpoint of this model holds."""
-    return {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in replica.model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    shards = replica.shards or Shards({}, None)
+    return {
+        name: f"{list(shards.whole_shape(name, tensor))} {tensor.dtype}"
+        for name, tensor in replica.model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 def _to_its_end(rank: Steps[T], seat: Any) -> T:

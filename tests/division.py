@@ -34,7 +34,7 @@ from meshloom.job import Job
 from meshloom.random import KeyedDraws, preserved_draws, seed_everything
 
 SEED = 3
-RATES = Rates(flops_per_second=1e6, bytes_per_second=1e5, link_bytes_per_second=1e5, latency_seconds=1e-5)  # for which tiny models pay
+RATES = Rates(flops_per_second=1e6, bytes_per_second=1e5, link_bytes_per_second=1e5, latency_seconds=1e-5, start_seconds=1e-5)  # for which tiny models pay
 FLOOR = 1e-3  # of the largest gradient's norm: what is smaller is compared with that
 
 Decide = Callable[[Layout, int], Choice]

@@ -17,17 +17,30 @@ that others would be given again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.graph.pieces import Pieces, assemble, embed, owned, place, take
+from meshloom.graph.pieces import Pieces, assemble, embed, owned, place, put, take
 
 Kind = Literal["invariant", "partial", "part"]
+
+
+@runtime_checkable
+class Joint(Protocol):
+    """What the ranks compute together: on one of them over a group, or on all at once, where every operand is a list of all ranks'."""
+
+    def run(self, group: Group, *args: Any) -> Any:
+        """On this rank."""
+        ...
+
+    def run_all(self, *columns: Any) -> list[Any]:
+        """On all ranks: one list per operand -> results[rank]."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,33 +177,45 @@ def _gradient(change: Transition, group: Group, gradient: Tensor) -> Tensor:
 
 
 def _summed(after: Pieces, group: Group, value: Tensor) -> Tensor:
-    """What this rank holds of the sum of all ranks' `value`s: by all-reduce if that is all of it or shared, else by reduce-scatter."""
+    return start_sum(after, group, value)()
+
+
+def start_sum(after: Pieces, group: Group, value: Tensor) -> Callable[[], Tensor]:
+    """Start adding up all ranks' `value`s; the function returned waits, and gives what this rank holds in `after`.
+
+    By all-reduce if that is all of it or shared, else by reduce-scatter.
+    """
     if after.is_whole or after.is_shared:
         total = value.contiguous().clone()
-        group.all_reduce(total).wait()
-        return take(after, group.rank, total).clone()
+        reducing = group.all_reduce(total)
+
+        def all_of_it() -> Tensor:
+            reducing.wait()
+            return total if after.is_whole else take(after, group.rank, total).clone()
+
+        return all_of_it
     longest = max(after.num_elements(rank) for rank in range(group.size))
-    rows = value.new_zeros(group.size, longest)
+    rows = value.new_empty(group.size, longest)
     for rank in range(group.size):
-        part = take(after, rank, value).reshape(-1)
-        rows[rank, : part.numel()] = part
+        count = after.num_elements(rank)
+        rows[rank, :count].view(after.local_shape(rank)).copy_(take(after, rank, value))
+        rows[rank, count:] = 0
     mine = value.new_empty(longest)
-    group.reduce_scatter(mine, rows.view(-1)).wait()
-    return mine[: after.num_elements(group.rank)].reshape(after.local_shape(group.rank))
+    scattering = group.reduce_scatter(mine, rows.view(-1))
+
+    def part_of_it() -> Tensor:
+        scattering.wait()
+        return mine[: after.num_elements(group.rank)].reshape(after.local_shape(group.rank))
+
+    return part_of_it
 
 
 def _gathered(before: Pieces, after: Pieces, group: Group, value: Tensor) -> Tensor:
-    """What this rank holds of the whole, of which every rank holds a part: all-gather if everyone wants all of it, else all-to-all."""
+    """What this rank holds in `after` of the whole, of which every rank holds a part."""
+    if after.is_whole:
+        return start_gather(before, group, value)()
     source = owned(before)
     mine = take_within(source, before, group.rank, value) if before.is_shared else value
-    if after.is_whole:
-        longest = max(source.num_elements(rank) for rank in range(group.size))
-        row = value.new_zeros(longest)
-        row[: mine.numel()] = mine.reshape(-1)
-        rows = value.new_empty(group.size * longest)
-        group.all_gather(rows, row).wait()
-        parts = [rows[rank * longest : rank * longest + source.num_elements(rank)].view(source.local_shape(rank)) for rank in range(group.size)]
-        return assemble(source, parts)
     here = place(source, group.rank, mine)
     common = [source.meeting(group.rank, after, rank) for rank in range(group.size)]
     theirs = [source.meeting(rank, after, group.rank) for rank in range(group.size)]
@@ -201,6 +226,27 @@ def _gathered(before: Pieces, after: Pieces, group: Group, value: Tensor) -> Ten
     start = 0
     for rank, each in enumerate(theirs):
         count = each.num_elements(rank)
-        whole = whole + place(each, rank, received[start : start + count].view(each.local_shape(rank)))
+        put(each, rank, received[start : start + count].view(each.local_shape(rank)), whole)
         start += count
     return take(after, group.rank, whole).clone()
+
+
+def start_gather(before: Pieces, group: Group, value: Tensor) -> Callable[[], Tensor]:
+    """Start bringing all ranks' parts to every rank; the function returned waits, and gives the whole."""
+    source = owned(before)
+    mine = take_within(source, before, group.rank, value) if before.is_shared else value
+    longest = max(source.num_elements(rank) for rank in range(group.size))
+    if mine.numel() == longest and mine.is_contiguous():
+        row = mine.detach().reshape(-1)
+    else:
+        row = value.new_zeros(longest)
+        row[: mine.numel()].view(mine.shape).copy_(mine)
+    rows = value.new_empty(group.size * longest)
+    gathering = group.all_gather(rows, row)
+
+    def finish() -> Tensor:
+        gathering.wait()
+        parts = [rows[rank * longest : rank * longest + source.num_elements(rank)].view(source.local_shape(rank)) for rank in range(group.size)]
+        return assemble(source, parts)
+
+    return finish

@@ -29,16 +29,28 @@ from meshloom.job import Job, LossFunction
 class Division:
     """The loss of `job` (and functions like it) over the ranks of `group`, which talk in it as they compute.
 
-    team: the same ranks, for decisions (CPU tensors). world: all ranks; the first program is decided there.
+    team: the same ranks, for decisions (CPU tensors). placements, memory_bytes: as for `choose`.
     """
 
-    def __init__(self, job: Job, group: Group, team: Group, *, dtype: torch.dtype | None = None, rates: Rates | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        group: Group,
+        team: Group,
+        *,
+        dtype: torch.dtype | None = None,
+        rates: Rates | None = None,
+        placements: Mapping[str, str] | None = None,
+        memory_bytes: float | None = None,
+    ) -> None:
         self._job = job
         self._group = group
         self._team = team
         self._dtype = dtype
         self._rates = rates
         self._rules = rules_with(job.rules)
+        self._placements = placements
+        self._memory_bytes = memory_bytes
         self._programs: dict[LossFunction, Programs] = {}
         self._divided: dict[tuple[LossFunction, bool, Any], Partition] = {}
         self._first: Partition | None = None
@@ -88,19 +100,24 @@ class Division:
         program = yield from self._programs[loss].read_together(group, _alike(batch) if group.rank == 0 else None, training=training)
         layout = layout_of(program, self._rules)
         held = self._first.held if self._first else None
-        choice, refused = _attempt(lambda: choose(layout, self._group.size, self._rates, held=held)) if group.rank == 0 else (None, None)
+
+        def chosen() -> Choice:
+            limit = self._memory_bytes if held is None else None
+            return choose(layout, self._group.size, self._rates, held=held, placements=self._placements, memory_bytes=limit)
+
+        choice, refused = _attempt(chosen) if group.rank == 0 else (None, None)
         told: dict[str, Any] = yield from share(
             group, {"refused": str(refused) if refused else None, "numbers": numbers_of_choice(choice) if choice else None}
         )
         if told["refused"]:
             raise refused or CaptureError(told["refused"])
-        mine = choice or choice_of_numbers(layout, self._group.size, told["numbers"], held=held)
+        mine = choice or choice_of_numbers(layout, self._group.size, told["numbers"], held=held, placements=self._placements)
         part = partition(mine)
         hashes = yield from collect(group, [each.digest() for each in part.programs])
         if any(each != hashes[0] for each in hashes):
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or part
-        self._divided[loss, training, _shapes(batch)] = part
+        self._divided[loss, training, tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)] = part
 
 
 def _attempt(make: Callable[[], Choice]) -> tuple[Choice | None, MeshloomError | None]:

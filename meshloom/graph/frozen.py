@@ -12,8 +12,7 @@ import numpy
 import torch
 
 from meshloom.errors import CaptureError
-from meshloom.graph.export import WAY_OUT, describe_line
-from meshloom.graph.lines import Line, is_users, line_of_frame
+from meshloom.graph.lines import WAY_OUT, Line, describe_line, is_users, line_of_frame
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
 
@@ -44,7 +43,7 @@ def check_equal(first: Program, second: Program) -> None:
             )
     for name, constant in first.constants.items():
         other = second.constants.get(name)
-        if other is None or not torch.equal(_bits(constant), _bits(other)):
+        if other is None or not equal_bits(constant, other):
             line = next((node.line for node in first.nodes if any(ref.name == name for ref in node.operands())), None)
             raise CaptureError(
                 f"A tensor made outside of torch's operators is used at {describe_line(line)}, and was another one when the loss was read again. "
@@ -101,6 +100,11 @@ def _shown(node: Node, other: Node) -> str:
         if mine != others:
             return f"{node.operator} of {mine}"
     return f"{node.operator} in {node.context}"
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all elements are equal, also those that are not numbers."""
+    return torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

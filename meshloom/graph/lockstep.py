@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
-from meshloom.graph.collectives import Transition
+from meshloom.graph.collectives import Joint
 from meshloom.graph.contexts import Entered
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.nodes import Node, Ref
-from meshloom.graph.operators import CrossEntropyOfPart
 from meshloom.graph.program import Program
 from meshloom.graph.runner import lifted
 from meshloom.random import seed_torch
@@ -69,9 +68,7 @@ def run_in_lockstep(
 def _run(nodes: Sequence[Node], values: Sequence[Mapping[str, Any]], dtype: torch.dtype | None) -> list[Any]:
     target = nodes[0].target
     given = [_look_up((node.args, dict(node.kwargs)), known, dtype) for node, known in zip(nodes, values, strict=True)]
-    if isinstance(target, Transition):
-        return target.run_all([args[0] for args, _ in given])
-    if isinstance(target, CrossEntropyOfPart):
+    if isinstance(target, Joint):
         return target.run_all(*(list(column) for column in zip(*(args for args, _ in given), strict=True)))
     seed = torch.default_generator.initial_seed()
     results: list[Any] = []

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed
-from meshloom.graph.export import WAY_OUT, Exported, export
+from meshloom.graph.export import Exported, export
 from meshloom.graph.frozen import check_draws, line_that_changes
 from meshloom.graph.leaves import Leaves
+from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.precision import default_precision
 from meshloom.job import LossFunction
 from meshloom.random import derive, preserved_draws, seed_everything
@@ -84,7 +85,7 @@ def _read(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *
     return steady, second
 
 
-def _loss_of(loss: LossFunction, leaves: Leaves) -> Callable[[nn.Module, Sequence[Tensor]], Any]:
+def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
     return lambda model, tensors: loss(model, leaves.rebuild(tensors))
 
 

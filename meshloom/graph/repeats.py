@@ -31,20 +31,27 @@ class Repeats:
         return self.axes.get(number, number)
 
 
-def repeats_of(layout: Layout, numbers: Numbers) -> Repeats:
-    """The repeated blocks of a program. Where counterparts do not fit together, blocks stand for themselves."""
+def repeats_of(layout: Layout, numbers: Numbers, marks: Mapping[str, object] | None = None) -> Repeats:
+    """The repeated blocks of a program. Where counterparts do not fit together, blocks stand for themselves.
+
+    marks: of values; those with unlike marks are not counterparts.
+    """
     values: dict[str, str] = {}
     axes: dict[int, int] = {}
     for blocks in _containers(layout.program.nodes).values():
-        first, *others = (blocks[index] for index in sorted(blocks))
-        for other in others:
-            found = _match(layout, numbers, first, other)
-            if found is None:
-                continue
-            new_values, new_axes = found
-            if all(axes.get(number, counterpart) == counterpart for number, counterpart in new_axes.items()):
-                values.update(new_values)
-                axes.update(new_axes)
+        kinds: list[Sequence[tuple[Node, str]]] = []  # the first block of each kind: layers of two kinds may take turns
+        for block in (blocks[index] for index in sorted(blocks)):
+            for first in kinds:
+                found = _match(layout, numbers, first, block, marks or {})
+                if found is None:
+                    continue
+                new_values, new_axes = found
+                if all(axes.get(number, counterpart) == counterpart for number, counterpart in new_axes.items()):
+                    values.update(new_values)
+                    axes.update(new_axes)
+                    break
+            else:
+                kinds.append(block)
     moved = {number: axes[number] for number in axes if axes[number] != number}
     if any(_collapses(each, moved, numbers) for each in layout.values.values()):
         return Repeats()
@@ -64,7 +71,7 @@ def _containers(nodes: Sequence[Node]) -> dict[str, dict[int, list[tuple[Node, s
 
 
 def _match(
-    layout: Layout, numbers: Numbers, first: Sequence[tuple[Node, str]], other: Sequence[tuple[Node, str]]
+    layout: Layout, numbers: Numbers, first: Sequence[tuple[Node, str]], other: Sequence[tuple[Node, str]], marks: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[int, int]] | None:
     """Counterparts of the values and axes of `other` in `first`."""
     if len(first) != len(other):
@@ -78,7 +85,7 @@ def _match(
             return None
         pairs = [*zip(one.operands(), two.operands(), strict=True), (Ref(one.name), Ref(two.name))]
         for mine, theirs in pairs:
-            if layout.metas[mine.name] != layout.metas[theirs.name]:
+            if layout.metas[mine.name] != layout.metas[theirs.name] or marks.get(mine.name) != marks.get(theirs.name):
                 return None
             inside = theirs.name == two.name or theirs.name in values or theirs.name.startswith(("p_", "b_"))
             if inside and values.setdefault(theirs.name, mine.name) != mine.name:

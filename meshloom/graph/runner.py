@@ -12,10 +12,9 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from meshloom.comm.group import Group
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
-from meshloom.graph.collectives import Transition
+from meshloom.graph.collectives import Joint
 from meshloom.graph.contexts import Entered
 from meshloom.graph.nodes import Input, Node, Ref, Variable, refs_in
-from meshloom.graph.operators import CrossEntropyOfPart
 from meshloom.graph.sliced import PartOfDraw
 
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
@@ -118,7 +117,7 @@ def compile_program(program: Listing, device: torch.device, dtype: torch.dtype |
         if target is keyed and isinstance(args[0], PartOfDraw):
             specials.append(args[0])
             made[node.name] = graph.call_method("draw", (special, len(specials) - 1, *args[1:]), kwargs)
-        elif isinstance(target, Transition | CrossEntropyOfPart):
+        elif isinstance(target, Joint):
             specials.append(target)
             made[node.name] = graph.call_method("talk", (special, len(specials) - 1, *args))
         else:

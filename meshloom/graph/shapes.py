@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.errors import CaptureError, MeshloomError
 from meshloom.graph.build import build
-from meshloom.graph.export import describe_line
 from meshloom.graph.leaves import Leaves, leaves_of
-from meshloom.graph.lines import line_of_error
+from meshloom.graph.lines import describe_line, line_of_error
+from meshloom.graph.nodes import Node
 from meshloom.graph.precision import build_model
 from meshloom.graph.program import Program
 from meshloom.graph.reading import check_tensors, device_of, read_once, reading
@@ -46,23 +46,22 @@ def capture_shapes(
 
     The loss is read once, so what only a second reading would show is not refused here.
     dtype: convert the model and the batch to it first.
-    device: where the model and the batch are said to lie; it need not be there. The code takes its way on a CPU.
+    device: where the model and the batch are said to lie; it need not be there. The code takes its way on a CPU, and autocast casts as on one.
     small: most elements of a tensor that has values while the model is built.
     Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger tensor.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     leaves = leaves_of(batch)
     check_tensors(leaves)
-    with reading(dtype), _OnCPU():
+    where = torch.device(device)
+    with reading(dtype), _OnCPU(), _autocast_of(where):
         model = _build(job, mode, small, training=training)
         _convert(model, mode, dtype)
         shapes = Leaves({name: _fake(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
         exported = read_once(model, job.loss, shapes)
         program = build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
     constants = {name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta") for name, each in program.constants.items()}
-    where = torch.device(device)
-    nodes = tuple(replace(node, args=_moved(node.args, where), kwargs=_moved(node.kwargs, where)) for node in program.nodes)
-    return replace(program, constants=constants, nodes=nodes, device=where, by_shapes=True)
+    return replace(program, constants=constants, nodes=tuple(_moved(node, where) for node in program.nodes), device=where, by_shapes=True)
 
 
 def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.Module:
@@ -123,7 +122,8 @@ _CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}  # par
 def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
     """Replace every parameter and buffer by a fake one of this precision; tied ones stay tied."""
     made: dict[Tensor, Tensor] = {}
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 if tensor not in made:
@@ -160,10 +160,32 @@ def _cpu(device: Any) -> Any:
     return device if kind in ("cpu", "meta") else torch.device("cpu")
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """Arguments with `device` for the CPU."""
+@contextmanager
+def _autocast_of(device: torch.device) -> Iterator[None]:
+    """Autocast regions for `device` are open though it is not there; what they cast is what they would on the CPU."""
+    autocast: Any = torch.amp.autocast_mode.autocast
+    begin = autocast.__init__
+
+    def on_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None) -> None:
+        if device_type == device.type != "cpu":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device_type)
+        begin(self, device_type, dtype, enabled, cache_enabled)
+
+    autocast.__init__ = on_cpu
+    try:
+        yield
+    finally:
+        autocast.__init__ = begin
+
+
+def _moved(node: Node, device: torch.device) -> Node:
+    """The node with `device` for the CPU, in its arguments and its autocast regions."""
+    regions = tuple(replace(each, device=device.type) if each.device == "cpu" else each for each in node.context.autocast)
+    kwargs = {key: _with_device(each, device) for key, each in node.kwargs.items()}
+    return replace(node, args=_with_device(node.args, device), kwargs=kwargs, context=replace(node.context, autocast=regions))
+
+
+def _with_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):
-        return tuple(_moved(each, device) for each in value)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
+        return tuple(_with_device(each, device) for each in value)
     return device if isinstance(value, torch.device) and value.type == "cpu" else value

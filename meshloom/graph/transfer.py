@@ -29,8 +29,7 @@ from meshloom.graph.encoding import (
     encoded_node,
     encoded_variable,
 )
-from meshloom.graph.export import WAY_OUT
-from meshloom.graph.lines import Line
+from meshloom.graph.lines import WAY_OUT, Line
 from meshloom.graph.program import Program
 
 _MAGIC = b"meshloom program 1\n"
@@ -135,6 +134,6 @@ def _dumped(spec: TreeSpec) -> str:
         text, same = "", False
     if not same:
         raise CaptureError(
-            f"The loss returns {spec}, which cannot be sent to another rank. Return tensors, numbers, and tuples, lists or dicts of them."
+            f"The loss returns {' '.join(str(spec).split())}, which cannot be sent to another rank. Return tensors, numbers, and tuples, lists or dicts of them."
         )
     return text

@@ -21,9 +21,9 @@ from meshloom.state.stream_data import stream_batches
 def first_batches(job: Job, count: int, size: int | None = None) -> list[Any]:
     """The first `count` batches of `size` samples each (default: the global batch), as `collate` makes them; epoch after epoch if one is too short.
 
-    Samples, their order and their draws are those of training; so are batches of the default size. The data is built anew and read in this
-    process; generators are left as they were. Raises `DataError` when the data has less than `size` samples, cannot be read, or can be
-    read only once: a stream that is its own iterator and is not built anew.
+    Samples, their order and their draws are those of training, and so are batches of the default size up to the first short one, which is left
+    out here. The data is built anew and read in this process; generators are left as they were. Raises `DataError` when the data has less than
+    `size` samples, cannot be read, or can be read only once: a stream that is its own iterator and is not built anew.
     """
     whole = replace(job, batch_size=size or job.batch_size, drop_last=True)
     dataset = build_dataset(job.data, job.seed)

@@ -1,0 +1,43 @@
+"""What a change of placement takes, forward and backward."""
+
+from __future__ import annotations
+
+from meshloom.graph.collectives import Kind
+from meshloom.graph.nodes import Meta
+from meshloom.graph.payload import elements_of_change, elements_of_gather
+from meshloom.graph.pieces import Pieces, whole
+from meshloom.graph.placement import PARTIAL, Part, Placement
+from meshloom.graph.rates import Rates
+
+
+def change_seconds(
+    meta: Meta, source: Placement, target: Placement, before: Pieces, after: Pieces, rates: Rates, *, regathered: bool = False
+) -> float | None:
+    """Seconds of changing a value's placement. None: it cannot be changed so.
+
+    regathered: parts of the value are gathered once more in the backward, instead of being kept.
+    """
+    if PARTIAL in (source, target) and not meta.dtype.is_floating_point:
+        return None
+    try:
+        calls = [
+            elements_of_change(kind_of(source), kind_of(target), before, after, 0, backward=backward)
+            for backward in ((False, True) if meta.requires_grad else (False,))
+        ]
+        if regathered and meta.requires_grad and isinstance(source, Part) and not before.is_whole:
+            calls.append(elements_of_gather(before, whole(before.shape, before.num_ranks), 0))
+    except ValueError:  # parts that overlap in more than one dim
+        return None
+    item = meta.dtype.itemsize
+    size = item
+    for length in meta.shape:
+        size *= length
+    seconds = sum(rates.collective_seconds(call[0], call[1] * item, before.num_ranks) for call in calls if call is not None)
+    # What is sent is put together and taken apart; what is not is looked at, or copied in part.
+    touched = sum(2.0 if call is not None else 0.1 for call in calls) + (1.0 if target == PARTIAL and isinstance(source, Part) else 0.0)
+    return seconds + touched * size / rates.bytes_per_second
+
+
+def kind_of(placement: Placement) -> Kind:
+    """The kind of placement that a transition knows."""
+    return "part" if isinstance(placement, Part) else "partial" if placement == PARTIAL else "invariant"

@@ -1,0 +1,323 @@
+"""The integer program behind a choice: its unknowns, what holds between them, and what each of them costs.
+
+    x[node, strategy], x[variable, placement]    0 or 1, one of each row
+    z[value, from, to]                           1 where a value is changed; at most what makes it `from`, at least what wants it `to`
+
+A change is paid once, however many nodes want it. Blocks that are alike share their unknowns, which then cost as often as they occur.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_matrix
+
+from meshloom.errors import PlanError
+from meshloom.graph.cost import Cost
+from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of
+from meshloom.graph.keeping import HELD_COPIES, kept_operands, kept_within
+from meshloom.graph.layout import Layout
+from meshloom.graph.nodes import Node
+from meshloom.graph.pieces import Pieces
+from meshloom.graph.pins import Pins
+from meshloom.graph.placement import INVARIANT, REPLICATED, Cut, Part, Placement
+from meshloom.graph.price import change_seconds
+from meshloom.graph.rates import Rates
+from meshloom.graph.repeats import Repeats, repeats_of
+from meshloom.graph.strategies import Strategy, strategies_of
+
+Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
+SECONDS = 60.0  # for the solver; then the best choice found so far is taken
+GAP = 1e-3  # how far from the least cost the choice may be
+
+
+class Problem:
+    """The ways to divide a program, with what they cost. costs: of its nodes; none: ways are only counted, and cannot be compared."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        num_ranks: int,
+        *,
+        rates: Rates,
+        costs: Mapping[str, Cost] | None = None,
+        held: Held | None = None,
+        pins: Mapping[str, str] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.num_ranks = num_ranks
+        self.rates = rates
+        self.costs = costs
+        self.held = held
+        self.numbers = numbers_of(layout)
+        self.cuts: dict[int, list[Cut]] = {}
+        for cut in candidates(layout, self.numbers, num_ranks):
+            for number in cut.parts:
+                self.cuts.setdefault(number, []).append(cut)
+        self.pins = Pins(layout, self.numbers, self.cuts, num_ranks, pins or {})
+        self._kept_at, self._kept_inside = (kept_operands(layout, costs), kept_within(layout, costs)) if costs else ({}, {})
+        try:
+            self._state(repeats_of(layout, self.numbers, self.pins.marks))
+        except _UnlikeError:  # alike, but what is decided of them is not
+            self._state(Repeats())
+
+    def solve(self, memory_bytes: float | None = None) -> tuple[list[int], float]:
+        """Which of its options each variable and node takes, in order, and what that costs. memory_bytes: what a rank may hold.
+
+        Raises `PlanError` if there is no way.
+        """
+        rows = self.rows
+        if memory_bytes is not None:
+            rows = [*rows, self._memory_row(memory_bytes)]
+        found = self._minimise(self.cost, rows)
+        if found is None and memory_bytes is not None:
+            least = self._minimise([self._memory.get(unknown, 0.0) for unknown in range(len(self.cost))], self.rows)
+            if least is not None:
+                raise PlanError(
+                    f"With tp={self.num_ranks} a rank holds {_mb(least[1])} or more of parameters, gradients, optimizer state and kept activations, "
+                    f"and the limit is {_mb(memory_bytes)}. Use a larger tp, or smaller microbatches."
+                )
+        if found is None:
+            raise PlanError(f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}")
+        values, cost = found
+        options = (*self.options.values(), *self.strategies.values())
+        return [next(place for place, (_, unknown) in enumerate(row) if values[unknown] > 0.5) for row in options], cost
+
+    def _state(self, repeats: Repeats) -> None:
+        """Unknowns, and what holds between them."""
+        program, layout = self.layout.program, self.layout
+        self.cost: list[float] = []
+        self._memory: dict[int, float] = {}  # unknown -> bytes that a rank holds because of it
+        self._integral: list[int] = []
+        self.rows: list[tuple[list[int], list[float], float, float]] = []
+        self.repeats = repeats
+        self._stands = _counterparts(self.cuts, repeats)
+        self._count = Counter(repeats.value(value) for value in layout.values)
+        self._made: dict[str, dict[Placement, list[int]]] = {}  # value -> placement it is made in -> unknowns
+        self._wanted: dict[tuple[str, Placement], dict[str, dict[int, None]]] = {}  # -> node that wants it -> unknowns
+        self._changes: dict[tuple[str, Placement], list[tuple[Placement, int]]] = {}
+        self._users: dict[str, list[Node]] = {}
+        for node in program.nodes:
+            for ref in dict.fromkeys(node.operands()):
+                self._users.setdefault(ref.name, []).append(node)
+        parameters = {each.value: name for name, each in program.parameters.items()}
+        buffers = {each.value: name for name, each in program.buffers.items()}
+        self._names = parameters | buffers
+        self._weighed = set(self._names)  # what has to do with parameters: nothing else is worth dividing
+        in_place = {program.buffers[name].value for name in program.in_place}
+        fixed = {*buffers, *(each.value for each in program.inputs), *program.constants}
+        self.options: dict[str, list[tuple[Placement, int]]] = {}
+        for value in dict.fromkeys([*parameters, *sorted(fixed)]):
+            self.options[value] = self._variable(value, free=value in parameters or value in in_place)
+        self.strategies: dict[str, list[tuple[Strategy, int]]] = {}
+        for node in program.nodes:
+            self.strategies[node.name] = self._node(node)
+        outputs = [out.name for out in program.outputs if hasattr(out, "name")] + [ref.name for ref in program.updates.values()]
+        for name in outputs:
+            self._wanted.setdefault((repeats.value(name), INVARIANT), {})[""] = {}
+        if self.costs is None:
+            return
+        for (value, placement), users in self._wanted.items():
+            self._change(value, placement, users, stays=value in in_place or value in parameters)
+        self._remember()
+
+    def _unknown(self, cost: float, *, integral: bool) -> int:
+        self.cost.append(cost)
+        self._integral.append(int(integral))
+        return len(self.cost) - 1
+
+    def _one_of(self, unknowns: Sequence[int]) -> None:
+        self.rows.append((list(unknowns), [1.0] * len(unknowns), 1.0, 1.0))
+
+    def _variable(self, value: str, *, free: bool) -> list[tuple[Placement, int]]:
+        axes, meta = self.layout.values[value][0], self.layout.metas[value][0]
+        fixed = self.held.get(self._names[value]) if self.held is not None and value in self._names else None
+        options: list[Placement] = [INVARIANT]
+        if free or (fixed is not None and not fixed[0].is_whole):
+            options += [REPLICATED] if meta.requires_grad else []
+            options += [
+                Part(cut)
+                for cut in dict.fromkeys(cut for axis in axes for number in sorted(self.numbers.leaves(axis)) for cut in self.cuts.get(number, []))
+                if covers(axes, cut, self.numbers)
+            ]
+        if fixed is not None:
+            options = [
+                each for each in options if self._pieces(value, each) == fixed[0] and (not meta.requires_grad or (each == INVARIANT) == fixed[1])
+            ]
+            if not options:
+                raise PlanError(
+                    f"This batch's program cannot be divided as the first one was: {self._names[value]} is held otherwise. Keep shapes, or use tp=1."
+                )
+        elif free:
+            options = self.pins.allowed(value, options)
+        sizes = [self._largest(value, each) for each in options]
+        costs = [self._holding(value, each, size) for each, size in zip(options, sizes, strict=True)]
+        counterpart = self.repeats.value(value)
+        if counterpart != value:
+            found = self._as_for(self.options.get(counterpart), [(each, self._stand(each), cost) for each, cost in zip(options, costs, strict=True)])
+        else:
+            found = [(each, self._unknown(cost, integral=True)) for each, cost in zip(options, costs, strict=True)]
+            self._one_of([unknown for _, unknown in found])
+            self._made[value] = {placement: [unknown] for placement, unknown in found}
+        if value in self._names:
+            for (_, unknown), size in zip(found, sizes, strict=True):
+                self._holds(unknown, size * (HELD_COPIES if meta.requires_grad else 1))
+        return found
+
+    def _node(self, node: Node) -> list[tuple[Strategy, int]]:
+        seconds = self.rates.node_seconds(self.costs[node.name]) if self.costs else 0.0
+        operands = [ref.name for ref in node.operands()]
+        if any(output.requires_grad for output in node.outputs) or any(name in self._weighed for name in operands):
+            self._weighed.add(node.name)
+        ways = [each for each in strategies_of(node, self.layout, self.numbers, self.cuts) if node.name in self._weighed or each.output is INVARIANT]
+        owner = self.repeats.value(node.name)
+        if owner != node.name:
+            found = self._as_for(self.strategies.get(owner), [(each, self._counterpart(each), seconds * each.work) for each in ways])
+        else:
+            found = [(each, self._unknown(seconds * each.work, integral=True)) for each in ways]
+            self._one_of([unknown for _, unknown in found])
+            self._made[node.name] = {}
+            for strategy, unknown in found:
+                self._made[node.name].setdefault(strategy.output, []).append(unknown)
+        for strategy, unknown in found:
+            for ref, placement in zip(node.operands(), strategy.operands, strict=True):
+                users = self._wanted.setdefault((self.repeats.value(ref.name), self._stand(placement)), {})
+                users.setdefault(owner, {})[unknown] = None
+            if node.name in self._kept_inside:
+                self._holds(unknown, self._kept_inside[node.name] * (strategy.work if strategy.cut else 1.0))
+        return found
+
+    def _change(self, value: str, placement: Placement, users: Mapping[str, Mapping[int, None]], *, stays: bool) -> None:
+        """Unknowns z: `value` is changed to `placement` from what it is made in. Their sum is 1 if anyone wants it so."""
+        meta, many = self.layout.metas[value][0], len(self.layout.metas[value]) != 1
+        changes: list[tuple[Placement, int]] = []
+        self._changes[value, placement] = changes
+        for source, unknowns in self._made[value].items():
+            cost: float | None = 0.0
+            if source != placement:
+                if many or (stays and isinstance(source, Part) and source.cut is not None) or (stays and not meta.requires_grad):
+                    continue  # parameters are not sent around, and what is updated in place is not copied
+                cost = self._seconds(value, source, placement)
+                if cost is None:
+                    continue
+            change = self._unknown(cost * self._count[value], integral=False)
+            changes.append((source, change))
+            self.rows.append(([change, *unknowns], [1.0, *[-1.0] * len(unknowns)], -np.inf, 0.0))
+        for wanting in users.values():  # of a node's unknowns one is 1
+            unknowns = [change for _, change in changes]
+            self.rows.append(([*unknowns, *wanting], [*[1.0] * len(unknowns), *[-1.0] * len(wanting)], 0.0 if wanting else 1.0, np.inf))
+
+    def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
+        regathered = target == REPLICATED and self._feeds_linears(value)
+        return change_seconds(
+            self.layout.metas[value][0], source, target, self._pieces(value, source), self._pieces(value, target), self.rates, regathered=regathered
+        )
+
+    def _feeds_linears(self, value: str) -> bool:
+        """Whether all that use a value are linear layers, which gather it again in the backward and do not keep it."""
+        users = self._users.get(value, [])
+        return bool(users) and all(node.operator == "linear" and not node.context.autocast and next(node.operands()).name == value for node in users)
+
+    def _remember(self) -> None:
+        """What autograd keeps of values, in the placements in which those who keep them want them."""
+        for value, (size, keepers) in self._kept_at.items():
+            stood = self.repeats.value(value)
+            wanted = dict.fromkeys(self._stand(placement) for node in keepers for placement in self._ways(node, value))
+            regathered = self._feeds_linears(value)
+            for placement in wanted:
+                for source, change in self._changes.get((stood, placement), []):
+                    kept = source if regathered and placement == REPLICATED else placement
+                    self._holds(change, size * self._largest(stood, kept) / max(self._largest(stood, INVARIANT), 1))
+
+    def _ways(self, node: Node, value: str) -> list[Placement]:
+        """The placements in which a node may want an operand."""
+        return [
+            placement
+            for strategy, _ in self.strategies[node.name]
+            for ref, placement in zip(node.operands(), strategy.operands, strict=True)
+            if ref.name == value
+        ]
+
+    def _as_for(self, others: list[tuple[Any, int]] | None, options: Sequence[tuple[Any, Any, float]]) -> list[tuple[Any, int]]:
+        """Options (own, its counterpart, cost) with the unknowns of the counterparts."""
+        known = dict(others or ())
+        if len(known) != len(options) or any(counterpart not in known for _, counterpart, _ in options):
+            raise _UnlikeError
+        for _, counterpart, cost in options:
+            self.cost[known[counterpart]] += cost
+        return [(own, known[counterpart]) for own, counterpart, _ in options]
+
+    def _stand(self, placement: Placement) -> Placement:
+        return Part(self._stands[placement.cut]) if isinstance(placement, Part) and placement.cut is not None else placement
+
+    def _counterpart(self, strategy: Strategy) -> Strategy:
+        cut = self._stands[strategy.cut] if strategy.cut is not None else None
+        return Strategy(operands=tuple(map(self._stand, strategy.operands)), output=self._stand(strategy.output), work=strategy.work, cut=cut)
+
+    def _pieces(self, value: str, placement: Placement) -> Pieces:
+        return pieces_of(self.layout.values[value][0], placement.cut if isinstance(placement, Part) else None, self.numbers, self.num_ranks)
+
+    def _largest(self, value: str, placement: Placement) -> float:
+        """Bytes of a value on the rank that holds most of it."""
+        pieces = self._pieces(value, placement)
+        return max(pieces.num_elements(rank) for rank in range(self.num_ranks)) * self.layout.metas[value][0].dtype.itemsize
+
+    def _holding(self, value: str, placement: Placement, size: float) -> float:
+        """Seconds that holding a parameter so is worth: its part is updated and takes memory; partial gradients are summed, once a step."""
+        meta, rates = self.layout.metas[value][0], self.rates
+        if not meta.requires_grad:
+            return 0.0
+        seconds = 5 * size / rates.bytes_per_second  # an update reads four tensors of its size and writes three, partly from caches
+        seconds += rates.memory_price * HELD_COPIES * size / rates.link_bytes_per_second
+        if placement != INVARIANT and self._pieces(value, placement).is_shared:
+            nothing, everything = (rates.collective_seconds("all_reduce", num_bytes, self.num_ranks) for num_bytes in (0.0, size))
+            seconds += everything - nothing  # it travels with all others
+        return seconds
+
+    def _holds(self, unknown: int, num_bytes: float) -> None:
+        self._memory[unknown] = self._memory.get(unknown, 0.0) + num_bytes
+
+    def _memory_row(self, limit: float) -> tuple[list[int], list[float], float, float]:
+        scale = max(self._memory.values(), default=1.0) or 1.0  # numbers near 1 are what the solver is made for
+        return list(self._memory), [size / scale for size in self._memory.values()], -np.inf, limit / scale
+
+    def _minimise(self, weights: Sequence[float], rows: Sequence[tuple[list[int], list[float], float, float]]) -> tuple[Any, float] | None:
+        """Values of the unknowns, and their cost; None: there are none."""
+        factors = [factor for _, each, _, _ in rows for factor in each]
+        row_of = [number for number, (unknowns, _, _, _) in enumerate(rows) for _ in unknowns]
+        columns = [unknown for unknowns, _, _, _ in rows for unknown in unknowns]
+        matrix = coo_matrix((factors, (row_of, columns)), shape=(len(rows), len(self.cost))).tocsr()
+        limits = LinearConstraint(matrix, [low for _, _, low, _ in rows], [high for _, _, _, high in rows])  # type: ignore[arg-type]
+        scale = max(weights) or 1.0
+        result: Any = milp(
+            np.array(weights) / scale,
+            constraints=limits,
+            integrality=np.array(self._integral),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
+        )
+        return None if result.x is None else (result.x, float(result.fun) * scale)
+
+
+class _UnlikeError(Exception):
+    """Blocks that are alike have unlike options."""
+
+
+def _counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, Cut]:
+    """Every cut -> the one that it stands for."""
+    known = {frozenset(cut.parts.items()): cut for each in cuts.values() for cut in each}
+    found: dict[Cut, Cut] = {}
+    for cut in known.values():
+        counterpart = known.get(frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items()))
+        if counterpart is None or len(counterpart.parts) != len(cut.parts):
+            raise _UnlikeError
+        found[cut] = counterpart
+    return found
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

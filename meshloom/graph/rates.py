@@ -1,0 +1,67 @@
+"""What computing and talking take on the machine that a program is divided for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshloom.graph.cost import Cost
+from meshloom.graph.payload import Collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Seconds of a collective: latency_seconds + bytes that a rank hands in / bytes_per_second."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a rank does per second, and what a collective takes.
+
+    flops_per_second, bytes_per_second: of operators; one takes as long as the slower of its two (the roofline; Williams et al., 2009).
+    start_seconds: of any collective, however small. latency_seconds: of each message. link_bytes_per_second: of each rank's link.
+        Collectives are rings of these: an all-reduce sends 2(N-1) messages of S/N one after another (Patarasuk & Yuan, 2009).
+    measured: of collectives among the ranks in question, where they were measured, instead of these.
+    memory_price: what holding a byte of parameters, gradients and optimizer state is worth, in bytes sent per step. Who asks for tp wants
+        memory divided, and dividing the batch instead is what dp is for. With 0, large batches of small models are divided by
+        samples, which leaves every parameter on every rank and a step of the benchmark GPT (batch 64, Gloo) 6 % shorter.
+    """
+
+    flops_per_second: float = 5e10
+    bytes_per_second: float = 1e10
+    start_seconds: float = 3e-4
+    latency_seconds: float = 2e-4
+    link_bytes_per_second: float = 1e9
+    measured: Mapping[Collective, Line] = field(default_factory=dict[Collective, Line])
+    memory_price: float = 100.0
+
+    def collective_seconds(self, collective: Collective, num_bytes: float, num_ranks: int) -> float:
+        """Seconds of a collective to which every rank hands in `num_bytes`.
+
+        >>> rates = Rates(start_seconds=1.0, latency_seconds=2.0, link_bytes_per_second=10.0)
+        >>> rates.collective_seconds("all_reduce", 100.0, 2), rates.collective_seconds("all_gather", 50.0, 2)
+        (15.0, 8.0)
+        """
+        line = self.measured.get(collective)
+        if line is not None:
+            return line.latency_seconds + num_bytes / line.bytes_per_second
+        n = num_ranks
+        messages = 2 * (n - 1) if collective == "all_reduce" else n - 1
+        size = num_bytes if collective == "all_gather" else num_bytes / n
+        return self.start_seconds + messages * (self.latency_seconds + size / self.link_bytes_per_second)
+
+    def node_seconds(self, cost: Cost) -> float:
+        """Seconds of an operator on one device, forward and backward."""
+        forward = max(cost.flops / self.flops_per_second, (cost.read_bytes + cost.written_bytes) / self.bytes_per_second)
+        back = max(cost.backward_flops / self.flops_per_second, (cost.backward_read_bytes + cost.backward_written_bytes) / self.bytes_per_second)
+        return forward + back
+
+
+def default_rates(device: str) -> Rates:
+    """Where nothing was measured. cpu: one core, and Gloo on one host. Others: a GPU of the last years in mixed precision, and NCCL over NVLink."""
+    if device == "cpu":
+        return Rates()
+    return Rates(flops_per_second=1e14, bytes_per_second=1.5e12, start_seconds=1e-5, latency_seconds=3e-6, link_bytes_per_second=1.5e11)

@@ -1,0 +1,115 @@
+"""What a divided program sends: every collective that one rank starts in a step, forward and backward, with the bytes it hands in.
+
+Read off the operators that `collectives.py`, `linears.py` and `operators.py` run, as they run them: parts of unequal size are padded to the
+largest, an all-to-all sends just what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from meshloom.graph.collectives import Transition
+from meshloom.graph.linears import GatheredLinears
+from meshloom.graph.nodes import Meta, Node, refs_in
+from meshloom.graph.operators import CrossEntropyOfPart
+from meshloom.graph.partition import Partition
+from meshloom.graph.payload import Collective, elements_of_change, elements_of_gather, elements_of_sum
+from meshloom.graph.pieces import whole
+from meshloom.graph.program import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """One collective. num_bytes: handed in by the rank. node: the operator that starts it; '' for the sum of gradients at the end."""
+
+    collective: Collective
+    num_bytes: int
+    backward: bool = False
+    node: str = ""
+
+
+def sent_in_chunk(program: Program, rank: int) -> list[Sent]:
+    """Every collective that one rank's program starts for a chunk, in the program's order."""
+    metas = _metas(program)
+    graded = _graded(program, metas) if program.training else frozenset[str]()
+    found: list[Sent] = []
+    for node in program.nodes:
+        for backward in (False, True) if node.name in graded else (False,):
+            for collective, num_bytes in _of_node(node, metas, rank, backward=backward):
+                found.append(Sent(collective=collective, num_bytes=num_bytes, backward=backward, node=node.name))
+    return found
+
+
+def sent_at_the_end(part: Partition, rank: int) -> list[Sent]:
+    """The sum of gradients that several ranks hold parts of: one all-reduce per dtype, once a step."""
+    program = part.programs[rank]
+    sizes: dict[str, int] = {}
+    for name in part.summed:
+        meta = program.parameters[name].meta
+        sizes[str(meta.dtype)] = sizes.get(str(meta.dtype), 0) + num_bytes_of(program.parameters[name].meta)
+    return [Sent(collective="all_reduce", num_bytes=size, backward=True) for size in sizes.values()]
+
+
+def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> dict[str, int]:
+    """Kind of collective -> bytes that `rank` hands in over the axis in one step of `num_chunks` chunks.
+
+    As `RecordedGroup` counts them.
+    """
+    totals: dict[str, int] = {}
+    chunk = sent_in_chunk(part.programs[rank], rank)
+    for each, times in [*((each, num_chunks) for each in chunk), *((each, 1) for each in sent_at_the_end(part, rank))]:
+        totals[each.collective] = totals.get(each.collective, 0) + each.num_bytes * times
+    return totals
+
+
+def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, backward: bool) -> Iterator[tuple[Collective, int]]:
+    target = node.target
+    if not isinstance(target, Transition | GatheredLinears | CrossEntropyOfPart):
+        return
+    given = next(iter(node.operands()))
+    meta = metas[given.name][0]
+    item = meta.dtype.itemsize
+    if isinstance(target, CrossEntropyOfPart):
+        if not backward:
+            rows = meta.shape[0] * item
+            yield "all_reduce", rows  # the largest logit
+            yield "all_reduce", rows * (3 if target.smoothing else 2)
+        return
+    change = target if isinstance(target, Transition) else target.change
+    if isinstance(target, GatheredLinears) and backward:
+        if change.source == "part":
+            yield "all_gather", elements_of_gather(change.before, whole(change.before.shape, change.before.num_ranks), rank)[1] * item
+        if meta.requires_grad:
+            collective, count = elements_of_sum(change.before)
+            yield collective, count * item
+        return
+    found = elements_of_change(change.source, change.target, change.before, change.after, rank, backward=backward)
+    if found is not None and (not backward or meta.requires_grad):
+        yield found[0], found[1] * item
+
+
+def _graded(program: Program, metas: Mapping[str, tuple[Meta, ...]]) -> frozenset[str]:
+    """Nodes that a gradient of the loss goes through."""
+    reached = {ref.name for ref in refs_in(program.outputs)}
+    graded: set[str] = set()
+    for node in reversed(program.nodes):
+        if node.name in reached and any(meta.requires_grad for meta in node.outputs):
+            graded.add(node.name)
+            reached.update(ref.name for ref in node.operands() if any(meta.requires_grad for meta in metas[ref.name]))
+    return frozenset(graded)
+
+
+def _metas(program: Program) -> dict[str, tuple[Meta, ...]]:
+    found = {each.value: (each.meta,) for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)}
+    for name, constant in program.constants.items():
+        found[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=tuple(constant.stride()), requires_grad=False),)
+    return found | {node.name: node.outputs for node in program.nodes}
+
+
+def num_bytes_of(meta: Meta) -> int:
+    """Bytes of a tensor."""
+    total = meta.dtype.itemsize
+    for size in meta.shape:
+        total *= size
+    return total

@@ -1,0 +1,78 @@
+"""How parameters are used: along which of their axes operators sum, look up, or attend, and which operators need all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshloom.graph.cuts import Numbers
+from meshloom.graph.layout import Layout
+from meshloom.graph.nodes import Node
+from meshloom.graph.placement import Cut, Placement
+from meshloom.graph.rules.factors import labels_in
+from meshloom.graph.strategies import strategies_of
+
+
+class Uses:
+    """The uses of a program's parameters. users: value -> nodes with it as an operand, in order. heads: axes that attention computes separately."""
+
+    def __init__(self, layout: Layout, numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> None:
+        self._layout = layout
+        self._numbers = numbers
+        self._cuts = cuts
+        self.users: dict[str, list[Node]] = {}
+        for node in layout.program.nodes:
+            for ref in dict.fromkeys(node.operands()):
+                self.users.setdefault(ref.name, []).append(node)
+        self.heads = self._heads()
+
+    def sides(self, value: str, module: str = "") -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        """Axes of a parameter that are summed over where it is used; those that the result has; those along which it is looked up.
+
+        module: where it counts how it is used, if it is used there.
+        """
+        inner, outer, looked_up = set[int](), set[int](), set[int]()
+        for node, place in self._meetings(value, module):
+            mapped = self._layout.mapped[node.name]
+            for label in (label for term in mapped.factors.operands[place] for label in labels_in(term)):
+                leaves = self._numbers.leaves(mapped.labels[label])
+                if label in mapped.factors.sums:
+                    inner |= leaves
+                    looked_up |= leaves if node.operator.startswith("embedding") else set()
+                else:
+                    outer |= leaves
+        return frozenset(inner), frozenset(outer - inner), frozenset(looked_up)
+
+    def blocking(self, value: str, placement: Placement) -> Node | None:
+        """The first node that uses a value and cannot work on it as placed; None: all can."""
+        for node in self.users.get(value, []):
+            places = [place for place, ref in enumerate(node.operands()) if ref.name == value]
+            ways = strategies_of(node, self._layout, self._numbers, self._cuts)
+            if not any(each.operands[place] == placement for each in ways for place in places):
+                return node
+        return None
+
+    def _meetings(self, value: str, module: str) -> list[tuple[Node, int]]:
+        """Where a parameter, or a view of it, meets other values, and as which operand."""
+        pending, found = [value], list[tuple[Node, int]]()
+        while pending:
+            name = pending.pop(0)
+            for node in self.users.get(name, []):
+                mapped = self._layout.mapped.get(node.name)
+                operands = [ref.name for ref in node.operands()]
+                if mapped is None:
+                    continue
+                if len(operands) == 1 and not mapped.factors.sums:
+                    pending.append(node.name)
+                else:
+                    found += [(node, place) for place, each in enumerate(operands) if each == name]
+        return [each for each in found if each[0].path == module] or found
+
+    def _heads(self) -> frozenset[int]:
+        found = set[int]()
+        for node in self._layout.program.nodes:
+            if node.name in self._layout.mapped and any(name in node.operator for name in ("attention", "matmul", "bmm")):
+                for ref in node.operands():
+                    axes = self._layout.values[ref.name][0]
+                    if len(axes) > 3:
+                        found |= self._numbers.leaves(axes[-3])
+        return frozenset(found)

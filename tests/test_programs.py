@@ -1,0 +1,173 @@
+"""One rank reads the loss, the others receive the same program; what goes wrong on one is raised on all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from jobs import make_job
+from processes import on_ranks
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from meshloom.comm.c10d import C10dGroup
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Steps, advance_one, run_in_steps
+from meshloom.errors import CaptureError, MeshloomError
+from meshloom.graph import programs as module
+from meshloom.graph.programs import Programs
+from meshloom.job import Job
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+
+def batches(count: int = 4, size: int = 6) -> list[Any]:
+    data = make_job("mlp", "sgd").data()
+    return [default_collate([data[(number * size + each) % 30] for each in range(size)]) for number in range(count)]
+
+
+def read(programs: list[Programs], given: list[Any] | None, **settings: Any) -> list[Any]:
+    """What `read_together` returns on every simulated rank; batches on rank 0 alone."""
+    groups = simulated_groups(len(programs))
+    steps = [each.read_together(group, None if group.rank else given, **settings) for each, group in zip(programs, groups, strict=True)]
+    return run_in_steps(steps)
+
+
+def errors(programs: list[Programs], given: list[Any] | None) -> list[MeshloomError | None]:
+    """What it raises on each of them."""
+
+    def caught(steps: Steps[Any]) -> Steps[MeshloomError | None]:
+        while True:
+            try:
+                done, _ = advance_one(steps)
+            except MeshloomError as error:
+                return error
+            if done:
+                return None
+            yield
+
+    groups = simulated_groups(len(programs))
+    return run_in_steps([caught(each.read_together(group, None if group.rank else given)) for each, group in zip(programs, groups, strict=True)])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_all_ranks_have_the_program_that_rank_0_read(size: int):
+    job = make_job("mlp", "sgd")
+    programs = [Programs(job) for _ in range(size)]
+    found = read(programs, batches())
+    assert len({id(each) for each in found}) == size and len({each.digest() for each in found}) == 1
+    assert found[-1].describe() == Programs(job).read(batches()).describe()
+    model, batch = job.model(), batches()[0]
+    values = [each.run(dict(model.named_parameters()), dict(model.named_buffers()), batch) for each in found]
+    assert all(torch.equal(each, values[0]) for each in values)
+
+
+def test_it_is_read_once_for_each_kind_of_batch_and_mode(monkeypatch: pytest.MonkeyPatch):
+    captured: list[bool] = []
+    capture = module.capture
+    monkeypatch.setattr(module, "capture", lambda *args, **settings: captured.append(settings["training"]) or capture(*args, **settings))
+    programs = [Programs(make_job("mlp", "sgd"), dtype=torch.float64) for _ in range(2)]
+    first = read(programs, batches())
+    assert all(one is other for one, other in zip(read(programs, batches()[2:]), first, strict=True))
+    assert captured == [True]
+    assert first[0].precision == torch.float64 and programs[1].get(batches()[3]) is first[1]
+    assert read(programs, batches(size=4))[1] is not first[1] and captured == [True, True]
+    assert not read(programs, batches(), training=False)[1].training and captured == [True, True, False]
+
+
+def test_a_rank_that_lacks_the_program_receives_it():
+    job = make_job("mlp", "sgd")
+    alone, late = Programs(job), Programs(job)
+    known = alone.read(batches())
+    found = read([alone, late], batches())
+    assert found[0] is known and found[1].digest() == known.digest()
+
+
+def job_of(forward: Any) -> Job:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(super().forward(x))
+
+    return Job(
+        model=lambda: Model(7, 5),
+        loss=lambda model, batch: model(batch["x"]).sum(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=lambda: [0],
+        batch_size=6,
+        steps=1,
+    )
+
+
+def fails(y: Tensor) -> Tensor:
+    if torch.compiler.is_exporting():
+        return y
+    raise RuntimeError("the user's own\nmistake")
+
+
+@pytest.mark.parametrize(
+    ("forward", "given", "message"),
+    [
+        (lambda y: y if y.sum() > 0 else -y, batches(), "What runs depends on the values in the batch at .*test_programs.py"),
+        (lambda y: y * (1 + torch.compiler.is_exporting()), batches(), "The program read from the model is not the model"),
+        (fails, batches(), r"Reading the loss failed at .*test_programs.py:\d+ \(raise RuntimeError.*: RuntimeError: the user's own$"),
+        (lambda y: y, batches()[:1], "takes two batches of the same shapes, and there are 1"),
+        (lambda y: y, None, "takes two batches of the same shapes, and there are 0"),
+    ],
+    ids=["refused", "wrong", "fails", "one batch", "no batches"],
+)
+def test_an_error_on_rank_0_is_raised_on_all(forward: Any, given: Any, message: str):
+    found = errors([Programs(job_of(forward)) for _ in range(3)], given)
+    assert len({str(each) for each in found}) == 1 and all(isinstance(each, CaptureError) for each in found)
+    with pytest.raises(CaptureError, match=message):
+        raise found[0] or AssertionError
+
+
+def test_an_error_on_another_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch):
+    unpack, calls = module.unpack, list[int]()
+
+    def second_fails(data: bytes) -> Any:
+        calls.append(len(data))
+        return unpack(data if len(calls) == 1 else data[:-1])
+
+    monkeypatch.setattr(module, "unpack", second_fails)
+    found = errors([Programs(make_job("mlp", "sgd")) for _ in range(3)], batches())
+    assert len({str(each) for each in found}) == 1
+    assert "Rank 2 cannot take the program that rank 0 read: These" in str(found[0])
+
+
+def test_a_program_that_arrives_as_another_is_refused(monkeypatch: pytest.MonkeyPatch):
+    unpack = module.unpack
+    monkeypatch.setattr(module, "unpack", lambda data: replace(unpack(data), training=False))
+    found = errors([Programs(make_job("mlp", "sgd")) for _ in range(2)], batches())
+    assert all("what rank 1 received has" in str(each) and "Use one version of meshloom and torch" in str(each) for each in found)
+
+
+def read_on_a_rank() -> tuple[str, str, str]:
+    """Text and hash of the program on this process, and what an unreadable loss raises."""
+    import warnings
+
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    size = dist.get_world_size()
+    process_group = dist.new_group(list(range(size)), backend="gloo", timeout=timedelta(seconds=60))
+    assert isinstance(process_group, dist.ProcessGroup)
+    group = C10dGroup(process_group, [f"rank {rank}" for rank in range(size)])
+    given = batches() if group.rank == 0 else None
+    (program,) = run_in_steps([Programs(make_job("mlp", "sgd")).read_together(group, given)])
+    with pytest.raises(CaptureError) as caught:
+        run_in_steps([Programs(job_of(lambda y: y if y.sum() > 0 else -y)).read_together(group, given)])
+    return program.describe(), program.digest(), str(caught.value)
+
+
+@pytest.mark.processes
+def test_processes_have_the_program_that_rank_0_read():
+    found = on_ranks(read_on_a_rank, 2)
+    assert found[0] == found[1]
+    program = Programs(make_job("mlp", "sgd")).read(batches())
+    assert found[0][:2] == (program.describe(), program.digest())
+    assert "What runs depends on the values in the batch" in found[0][2]

@@ -1,0 +1,65 @@
+"""The first batches are those that training reads, and reading them changes nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from jobs import make_job
+from reading_jobs import Augmented, job_of, read_chunks
+from torch.utils.data import IterableDataset
+
+from meshloom.errors import DataError
+from meshloom.plan import Plan
+from meshloom.state.samples import first_batches
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Ten samples, each drawn when it is read."""
+
+    def __iter__(self) -> Any:
+        return (torch.rand(2) + number for number in range(10))
+
+
+@pytest.mark.parametrize("make", [lambda: Augmented(10), Stream], ids=["map", "stream"])
+def test_they_are_the_chunks_of_the_first_steps(make: Any):
+    job = job_of(make(), batch_size=5)
+    chunks = [chunk.data for step in read_chunks(job, Plan(), 0, 3) for chunk in step]  # the third is of the next epoch
+    states = torch.get_rng_state(), random.getstate()
+    found = first_batches(job, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, chunks, strict=True))
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    after = [chunk.data for step in read_chunks(job, Plan(), 0, 3) for chunk in step]
+    assert all(torch.equal(one, other) for one, other in zip(after, chunks, strict=True))
+
+
+@pytest.mark.parametrize("make", [lambda: Augmented(10), Stream], ids=["map", "stream"])
+def test_all_have_the_size_that_is_asked_for(make: Any):
+    found = first_batches(job_of(make(), batch_size=10), 4, size=4)  # epochs of 4, 4 and a rest of 2 that is left out
+    assert [len(each) for each in found] == [4] * 4
+    assert first_batches(make_job("mlp", "sgd"), 1)[0]["x"].shape == (12, 7)
+
+
+def test_too_little_data_is_an_error():
+    with pytest.raises(DataError, match="has 10 samples, and the batches to look at 11"):
+        first_batches(job_of(Augmented(10)), 2, size=11)
+    with pytest.raises(DataError, match="has 10 samples"):
+        first_batches(job_of(Stream()), 2, size=11)
+
+
+def test_a_stream_that_can_be_read_once_is_not_taken_from_training():
+    once = iter([torch.ones(1)] * 4)
+    with pytest.raises(DataError, match="can be read only once"):
+        first_batches(job_of(once, batch_size=2), 1)
+    assert len(list(once)) == 4
+
+
+def test_what_fails_is_named():
+    class Fails(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            raise ValueError("no file")
+
+    with pytest.raises(DataError, match=r"Reading sample \d+ \(step 0\) failed at .*test_samples.py:\d+ in __getitem__: ValueError: no file"):
+        first_batches(job_of(Fails(10)), 1)
