@@ -17,6 +17,7 @@ from meshloom.graph.cuts import Numbers, covers, pieces_of, runs_of
 from meshloom.graph.layout import Axes, Layout, Mapped
 from meshloom.graph.nodes import Node
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
+from meshloom.graph.rules.factors import labels_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,22 +85,18 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     ranks = range(len(next(iter(cut.parts.values()))))
     if any(len(runs_of(mapped.labels[label], cut, numbers, rank) or ()) > 1 for label in touched.keys() & factors.in_one_run for rank in ranks):
         return None
-    operands: list[Placement] = []
-    for place, (ref, dims) in enumerate(zip(node.operands(), factors.operands, strict=True)):
-        axes = layout.values[ref.name][0]
-        for term, axis in zip(dims, axes, strict=True):
-            if term is None and numbers.leaves(axis) & cut.parts.keys():
-                return None  # this dim has to be whole, and it is one of those that are cut
-        operands.append(PARTIAL if place in factors.added and touched.keys() & factors.sums else placed((axes,), cut, numbers))
     outputs = layout.values[node.name]
-    if any(
-        term is None and numbers.leaves(axis) & cut.parts.keys()
-        for dims, axes in zip(factors.outputs, outputs, strict=True)
-        for term, axis in zip(dims, axes, strict=True)
-    ):
-        return None  # later operators pair this dim with what is cut; here all of it is made
-    if not all(covers(axes, cut, numbers) for axes in (*(layout.values[ref.name][0] for ref in node.operands()), *outputs)):
-        return None
+    values = [layout.values[ref.name][0] for ref in node.operands()]
+    for dims, axes in zip((*factors.operands, *factors.outputs), (*values, *outputs), strict=True):
+        if not covers(axes, cut, numbers):
+            return None
+        for term, axis in zip(dims, axes, strict=True):
+            known = frozenset[int]().union(*(touched.get(label, frozenset()) for label in labels_in(term)))
+            if numbers.leaves(axis) & cut.parts.keys() != known:
+                return None  # a dim that has to be whole, or did not fit its labels, is one of those that are cut
+    operands: list[Placement] = [
+        PARTIAL if place in factors.added and touched.keys() & factors.sums else placed((axes,), cut, numbers) for place, axes in enumerate(values)
+    ]
     result = placed(outputs, cut, numbers)
     work = _largest_share(touched, cut, numbers)
     if touched.keys() & (factors.joins | factors.sums):
