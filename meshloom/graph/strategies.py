@@ -82,9 +82,10 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
         return None
     if not all(covers((mapped.labels[label],), cut, numbers) for label in touched):
         return None
-    ranks = range(len(next(iter(cut.parts.values()))))
-    if any(len(runs_of(mapped.labels[label], cut, numbers, rank) or ()) > 1 for label in touched.keys() & factors.in_one_run for rank in ranks):
-        return None
+    for label in touched.keys() & (factors.in_one_run | factors.filled):
+        counts = [len(runs_of(mapped.labels[label], cut, numbers, rank) or ()) for rank in range(len(next(iter(cut.parts.values()))))]
+        if (label in factors.in_one_run and max(counts) > 1) or (label in factors.filled and min(counts) < 1):
+            return None
     outputs = layout.values[node.name]
     values = [layout.values[ref.name][0] for ref in node.operands()]
     for dims, axes in zip((*factors.operands, *factors.outputs), (*values, *outputs), strict=True):
