@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from meshloom.graph.capture import capture
 from meshloom.graph.choose import Choice, Rates, choose
-from meshloom.graph.cuts import candidates, numbers_of, pieces_of
+from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of
 from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Node
@@ -34,7 +34,7 @@ from meshloom.job import Job
 from meshloom.random import KeyedDraws, preserved_draws, seed_everything
 
 SEED = 3
-RATES = Rates(flops_per_second=1e6, bytes_per_second=1e5, link_bytes_per_second=1e5, latency_seconds=1e-5)  # for which tiny models pay
+RATES = Rates(flops_per_second=1e6, bytes_per_second=1e5, link_bytes_per_second=1e5, latency_seconds=1e-5, start_seconds=1e-5)  # for which tiny models pay
 FLOOR = 1e-3  # of the largest gradient's norm: what is smaller is compared with that
 
 Decide = Callable[[Layout, int], Choice]
@@ -233,6 +233,7 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
     for value in [*(each.value for each in program.parameters.values()), *(sorted(in_place) if spread else [])]:
         graded = layout.metas[value][0].requires_grad
         found = [cut for axis in layout.values[value][0] for number in sorted(numbers.leaves(axis)) for cut in cuts.get(number, [])]
+        found = [cut for cut in found if covers(layout.values[value][0], cut, numbers)]
         parts: list[Placement] = [Part(cut) for cut in found if graded or not pieces_of(layout.values[value][0], cut, numbers, num_ranks).is_shared]
         variables[value] = chance.choice([INVARIANT, *([REPLICATED] if graded else []), *([chance.choice(parts)] * 3 if parts else [])])
     strategies: dict[str, Strategy] = {}

@@ -15,8 +15,9 @@ def _channels(call: Call) -> Factors | None:
     dims: Dims = tuple(f"d{place}" if place < batched else None for place in range(len(x.shape)))
     linear = (frozenset({0}),) if "max" not in call.name else ()
     return Factors(
-        operands=(dims,), outputs=(dims,) * len(call.outputs), sizes={f"d{place}": x.shape[place] for place in range(batched)}, linear=linear
-    )
+        operands=(dims,), outputs=(dims,) * len(call.outputs), sizes={f"d{place}": x.shape[place] for place in range(batched)}, linear=linear,
+        filled=frozenset(f"d{place}" for place in range(batched)),
+    )  # fmt: skip
 
 
 def _space(call: Call) -> int:

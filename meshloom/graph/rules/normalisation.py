@@ -61,7 +61,7 @@ def _group_norm(call: Call) -> Factors | None:
 
     return Factors(
         operands=(dims, *((channels,) for _ in call.operands[1:])), outputs=(dims,), sizes=sizes,
-        whole=frozenset({"c"} if size != 1 else ()), local=local,
+        whole=frozenset({"c"} if size != 1 else ()), filled=frozenset({"b", "g"}), local=local,
     )  # fmt: skip
 
 
