@@ -32,7 +32,7 @@ from meshloom.graph.strategies import Strategy, strategies_of
 
 Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
 SECONDS = 60.0  # for the solver; then the best choice found so far is taken
-GAP = 1e-3  # how far from the least cost the choice may be
+GAP = 1e-3  # how far the choice may be from the best, of what it costs more than the least of every option alone
 
 
 class Problem:
@@ -94,6 +94,7 @@ class Problem:
         self._memory: dict[int, float] = {}  # unknown -> bytes that a rank holds because of it
         self._integral: list[int] = []
         self.rows: list[tuple[list[int], list[float], float, float]] = []
+        self._choices: list[list[int]] = []  # unknowns of which one is 1
         self.repeats = repeats
         self._stands = _counterparts(self.cuts, repeats)
         self._count = Counter(repeats.value(value) for value in layout.values)
@@ -131,6 +132,7 @@ class Problem:
         return len(self.cost) - 1
 
     def _one_of(self, unknowns: Sequence[int]) -> None:
+        self._choices.append(list(unknowns))
         self.rows.append((list(unknowns), [1.0] * len(unknowns), 1.0, 1.0))
 
     def _variable(self, value: str, *, free: bool) -> list[tuple[Placement, int]]:
@@ -291,15 +293,19 @@ class Problem:
         columns = [unknown for unknowns, _, _, _ in rows for unknown in unknowns]
         matrix = coo_matrix((factors, (row_of, columns)), shape=(len(rows), len(self.cost))).tocsr()
         limits = LinearConstraint(matrix, [low for _, _, low, _ in rows], [high for _, _, _, high in rows])  # type: ignore[arg-type]
-        scale = max(weights) or 1.0
+        # Of each row of options one is taken, so the least of them is paid anyway: without it the solver's gap is one in what can be saved.
+        excess = np.array(weights)
+        for row in self._choices:
+            excess[row] -= excess[row].min()
+        scale = max(excess.max(), 1e-30)
         result: Any = milp(
-            np.array(weights) / scale,
+            excess / scale,
             constraints=limits,
             integrality=np.array(self._integral),
             bounds=Bounds(0, 1),
             options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
-        return None if result.x is None else (result.x, float(result.fun) * scale)
+        return None if result.x is None else (result.x, float(np.dot(weights, result.x)))
 
 
 class _UnlikeError(Exception):
