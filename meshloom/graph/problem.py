@@ -124,6 +124,7 @@ class Problem:
             return
         for (value, placement), users in self._wanted.items():
             self._change(value, placement, users, stays=value in in_place or value in parameters)
+        self._tighten()
         self._remember()
 
     def _unknown(self, cost: float, *, integral: bool) -> int:
@@ -211,6 +212,17 @@ class Problem:
         for wanting in users.values():  # of a node's unknowns one is 1
             unknowns = [change for _, change in changes]
             self.rows.append(([*unknowns, *wanting], [*[1.0] * len(unknowns), *[-1.0] * len(wanting)], 0.0 if wanting else 1.0, np.inf))
+
+    def _tighten(self) -> None:
+        """Whatever a value is made in, each node that uses it wants it as something. It follows from the rest, for whole numbers; solvers work with fractions."""
+        wanted: dict[tuple[str, str], list[Placement]] = {}  # value, node that uses it -> placements it may want
+        for (value, placement), users in self._wanted.items():
+            for user in users:
+                wanted.setdefault((value, user), []).append(placement)
+        for (value, _), placements in wanted.items():
+            for source, unknowns in self._made[value].items():
+                changes = [change for each in placements for start, change in self._changes[value, each] if start == source]
+                self.rows.append(([*changes, *unknowns], [*[1.0] * len(changes), *[-1.0] * len(unknowns)], 0.0, np.inf))
 
     def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
         regathered = target == REPLICATED and self._feeds_linears(value)
