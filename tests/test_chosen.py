@@ -97,16 +97,16 @@ def test_what_is_whole_is_said_with_the_reason_and_the_line():
         def __init__(self) -> None:
             super().__init__()
             self.first, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
-            self.scale, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(6))
+            self.scale = nn.Parameter(torch.ones(1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(self.first(x)) * self.scale
 
     layout = layout_by_shapes(Odd, square, normal(6, 4))
     priced = costs(layout.program)
-    account = account_of(partition(choose(layout, 2, FAST, priced=priced, placements={"first": "replicated"})), priced)
+    pins = {"first": "replicated"}
+    account = account_of(partition(choose(layout, 2, FAST, priced=priced, placements=pins)), priced, placements=pins)
     why = {each.what: each.why for each in account.whole}
     assert why["scale"] == "no dimension has 2 indices to divide"
-    assert why["unused"] == "the loss does not use it"
     assert why["norm.weight"].startswith("layer_norm needs all of it (at ") and "test_chosen.py" in why["norm.weight"]
-    assert why["first.weight"] == "the plan wants it whole (tp_placements=first:replicated)"
+    assert why["first.weight"] == "the plan wants it so (tp_placements=first:replicated)"
