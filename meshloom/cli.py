@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -14,16 +15,25 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 
+from meshloom.cluster import Link, load, save
 from meshloom.errors import JobError, PlanError
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
-from meshloom.launch import choose_devices, default_ranks, is_rank, leave, report_failure, run_ranks
+from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
+from meshloom.mesh import Mesh
 from meshloom.plan import Plan
+from meshloom.planner.calibrate import machine_file, machine_of, measure_operators
+from meshloom.planner.describe import describe
+from meshloom.planner.links import measure_links
+from meshloom.report.description import description_records, print_description
+from meshloom.report.machine import machine_records, print_machine
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
 from meshloom.trainer import Trainer
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
+
+LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BaseException as error:
             leave(report_failure(error))
     try:
+        if arguments.verb == "calibrate":
+            return _start_calibration(arguments, words)
         check_target(arguments.target)
+        if arguments.verb == "describe":
+            return _run_here(arguments)
         plan = _plan(arguments)
         kind, _ = choose_devices(plan.mesh, arguments.devices)
         if kind in ("cuda", "cpu") and plan.mesh.size > 1:
@@ -55,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="meshloom", description="Train a single-device PyTorch job on many devices, and prove that the result is the same."
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify | describe | calibrate")
     train = verbs.add_parser("train", help="train a job under a plan")
     verify = verbs.add_parser("verify", help="run a job under a plan and on one device, and compare")
     for verb in (train, verify):
@@ -71,6 +85,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
     verify.add_argument("--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)")
+    describe = verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs")
+    describe.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
+    describe.add_argument("--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)")
+    describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
+    describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
+    describe.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
+    calibrate = verbs.add_parser("calibrate", help="measure what this machine does, for predictions")
+    calibrate.add_argument("--devices", default="auto", choices=["auto", "cpu", "cuda"], help="what to measure (default: GPUs if there are any)")
+    calibrate.add_argument("--ranks", type=int, help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)")
+    calibrate.add_argument("--out", metavar="FILE", help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)")
+    calibrate.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long a rank waits for another (default: 60)")
+    calibrate.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     return parser
 
 
@@ -79,14 +105,19 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _run_here(arguments: argparse.Namespace) -> int:
-    if arguments.steps is not None and arguments.steps < 1:
-        raise PlanError(f"--steps {arguments.steps} must be 1 or more.")
+    if arguments.verb == "calibrate":
+        return _calibrate(arguments)
+    for flag in ("steps", "batch", "depth"):
+        if (number := getattr(arguments, flag, None)) is not None and number < 1:
+            raise PlanError(f"--{flag} {number} must be 1 or more.")
     job = load_job(arguments.target)
     if job is None:
         print(f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it.", file=sys.stderr)
         return 0
     with ExitStack() as stack:
         records = _Records(arguments.json, stack)
+        if arguments.verb == "describe":
+            return _describe(arguments, job, records)
         terminal = Terminal(Console(stderr=arguments.json == "-"))
         return (_train if arguments.verb == "train" else _verify)(arguments, job, terminal, records)
 
@@ -164,6 +195,61 @@ def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records
     for record in report.records():
         records.write(**record)
     return 0 if report.passed else 1
+
+
+def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
+    known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
+    path = Path(arguments.machine) if arguments.machine else next((each for each in known if each.is_file()), None)
+    description = describe(job, batch_size=arguments.batch, machine=load(path) if path else None)
+    stream = sys.stderr if arguments.json == "-" else sys.stdout
+    print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
+    for record in description_records(description, arguments.depth):
+        records.write(**record)
+    return 0
+
+
+def _start_calibration(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Ranks that measure together, or this process alone if there is to be one."""
+    on_gpus = arguments.devices != "cpu" and default_ranks("cuda") > 0 and torch.cuda.is_available()
+    num_ranks = arguments.ranks if arguments.ranks is not None else default_ranks("cuda") if on_gpus else min(cores(), 8)
+    if num_ranks < 1:
+        raise PlanError(f"--ranks {num_ranks} must be 1 or more.")
+    mesh = Mesh(dp=num_ranks)
+    kind, _ = choose_devices(mesh, "cuda" if on_gpus else arguments.devices if arguments.devices != "auto" else "cpu")
+    arguments.devices = kind
+    return run_ranks([sys.executable, "-m", "meshloom", *words], mesh, kind, str(Plan(dp=num_ranks))) if num_ranks > 1 else _calibrate(arguments)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    """On each rank: measure; rank 0 writes and prints. Groups of all ranks, and where they are many, of two and of half."""
+    started = time.perf_counter()
+    num_ranks = default_ranks("cpu")
+    links: dict[int, tuple[Link, ...]] = {}
+    with open_world(Mesh(dp=num_ranks), arguments.devices, arguments.timeout) as world:
+        operators = measure_operators(world.local[0].device)
+        _add_links(links, world)
+    if num_ranks >= 4 and num_ranks % 2 == 0:
+        with open_world(Mesh(dp=num_ranks // 2, tp=2), arguments.devices, arguments.timeout) as halves:
+            _add_links(links, halves)
+    if not world.main:
+        return 0
+    machine = machine_of(operators, [link for size in sorted(links) for link in links[size]], world.local[0].device, cores=cores())
+    path = Path(arguments.out) if arguments.out else machine_file(machine.device)
+    save(machine, path)
+    console = Console(stderr=arguments.json == "-")
+    print_machine(machine, console)
+    console.print(f"written to {path} ({time.perf_counter() - started:.1f} s of measuring)", markup=False, highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        records = _Records(arguments.json, stack)
+        for record in machine_records(machine):
+            records.write(**record)
+    return 0
+
+
+def _add_links(links: dict[int, tuple[Link, ...]], world: World) -> None:
+    for group in world.local[0].groups.values():
+        if group.size > 1 and group.size not in links:
+            links[group.size] = measure_links(group, world.local[0].device)
 
 
 class _Records:

@@ -33,6 +33,12 @@ class DeviceError(MeshloomError):
     exit_code = 2
 
 
+class MachineError(MeshloomError):
+    """Measurements of a machine that are missing, broken, or do not cover what is asked."""
+
+    exit_code = 2
+
+
 class CheckpointError(MeshloomError):
     """A checkpoint that cannot be written, read, or does not belong to this job."""
 

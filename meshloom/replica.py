@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -37,6 +37,7 @@ from meshloom.mesh import Axis, Place
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.state.buffers import RunningStatistics
+from meshloom.state.checkpoint import Piece
 from meshloom.state.data import Chunk, to_device
 from meshloom.state.digest import digest
 from meshloom.state.model import build_model, copy_from_first, facts, state_of
@@ -116,6 +117,8 @@ class Replica:
         self._one_chunk = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=seat.device) for is_mean in (False, True)}
         self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements) if seat.team else None
         self.shards: Shards | None = None
+        self._copied_bytes = 0  # of parameters and buffers, at the start
+        self._team_bytes: Counter[str] = Counter()  # what the chunks and steps so far are expected to hand over along tp
         self._summed: list[nn.Parameter] = []  # whose gradients are added up over tp, once a step
         self._sum_later: set[int] = set()
         self.exchange: Exchange
@@ -127,13 +130,15 @@ class Replica:
         yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
         if self.seat.team:
             yield from copy_from_first(self.model, self.seat.groups["tp"])
+            self._team_bytes["broadcast"] += sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
         yield from copy_from_first(self.model, self.replicas)
         whole = self.named
+        self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
         if self.division:
             yield from self._divide(self.division)
         self.exchange = self._open_exchange()
         self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.shards else None)
-        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm)
+        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm, modules_run=self.division is None)
         for _, parameter in self.named:
             self._undo.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
 
@@ -198,8 +203,9 @@ class Replica:
         yield from self.statistics.finish()
         if self.observer:
             whole = yield from self.exchange.full_gradients(gradients)
-            self.observer.averaged(whole)
+            self.observer.averaged((yield from self._gathered(whole)))
         norm = yield from self.updater.update(gradients, total / weight)
+        self._team_bytes.update(self.updater.bytes_per_step("tp"))
         yield from self.exchange.publish()
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
 
@@ -227,6 +233,27 @@ class Replica:
             work.wait()
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
 
+    def weights(self) -> Steps[dict[str, Any]]:
+        """The model's `state_dict` in whole shapes; all of it on the first rank along tp."""
+        if self.shards is None:
+            return self.model.state_dict()
+        self._team_bytes["all_gather"] += self.shards.weights_bytes(self.model)
+        return (yield from self.shards.weights(self.model))
+
+    def optimizer_state(self) -> Steps[tuple[list[Piece], dict[str, Any]]]:
+        """As `Updater.state`."""
+        made = yield from self.updater.state(self.seat.world)
+        self._team_bytes.update(self.updater.bytes_per_save("tp"))
+        return made
+
+    def whole_state(self) -> Steps[dict[str, Tensor]]:
+        """Parameters and buffers by name, whole, tied ones once. Every rank calls it."""
+        return (yield from self._gathered({name: tensor.detach() for name, tensor in state_of(self.model).items()}))
+
+    def num_elements(self) -> int:
+        """Trainable elements of the whole model."""
+        return sum(math.prod(self.shards.whole_shape(name, each) if self.shards else each.shape) for name, each in self.named)
+
     def digests(self) -> Steps[list[list[int]]]:
         """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
         mine = torch.stack([digest(tensor) for tensor in state_of(self.model).values()])
@@ -247,6 +274,20 @@ class Replica:
                         "is not deterministic or not part of the exchange (a parameter changed outside the optimizer, a buffer written by one rank)."
                     )
 
+    def check_team(self, step: int) -> Steps[None]:
+        """Raise `TrainingError` naming the first parameter or buffer that every rank along tp holds whole, and not alike."""
+        if self.seat.team is None or self.shards is None:
+            return
+        alike = {name: tensor for name, tensor in state_of(self.model).items() if name not in self.shards.pieces}
+        everyone = yield from collect(self.seat.team, [int(digest(tensor)) for tensor in alike.values()])
+        for rank, theirs in enumerate(everyone):
+            for name, here, there in zip(alike, everyone[0], theirs, strict=True):
+                if here != there:
+                    raise TrainingError(
+                        f"After step {step}, {name} differs between ranks tp=0 and tp={rank}, which both hold all of it: something in the model or "
+                        "optimizer is not deterministic."
+                    )
+
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
         if self.plan.dp == 1:
@@ -255,12 +296,15 @@ class Replica:
         joined = {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()} if self.plan.sync_batch_norm else {}
         return _add(loss_and_weight, joined, self.exchange.bytes_per_step(), self.statistics.bytes_per_step(), self.updater.bytes_per_step())
 
+    def bytes_over_team(self) -> dict[str, int]:
+        """Bytes that this rank handed to the collectives along tp so far, by kind, as formulas say of the chunks that it ran."""
+        return dict(self._team_bytes + Counter(self.updater.bytes_once("tp")))
+
     def bytes_once(self) -> dict[str, int]:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
         if self.plan.dp == 1:
             return {}
-        values = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
-        return _add({"broadcast": values}, self.exchange.bytes_once(), self.updater.bytes_once())
+        return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
 
     def bytes_per_evaluation(self) -> int:
         """Bytes that `evaluate` hands over: a sum and a weight per metric."""
@@ -278,7 +322,8 @@ class Replica:
         if self.plan.dp == 1:
             return Alone(self.named)
         kind = ZeroOne if self.plan.zero else AllReduce
-        return kind(self.named, self.replicas, bucket_bytes=self.plan.bucket_bytes, overlap=self.plan.overlap)
+        alike = [name for name, _ in self.named if name not in self.shards.pieces] if self.shards else ()
+        return kind(self.named, self.replicas, bucket_bytes=self.plan.bucket_bytes, overlap=self.plan.overlap, apart=alike)
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._sum_later:
@@ -288,6 +333,7 @@ class Replica:
         """What the job's loss (or another function of model and batch) returns."""
         if self.division is None:
             return (function or self.job.loss)(self.model, data)
+        self._team_bytes.update(self.division.bytes_of_chunk(data, loss=function, training=training))
         return self.division.run(dict(self.model.named_parameters()), dict(self.model.named_buffers()), data, loss=function, training=training)
 
     def _sum_over_team(self) -> Steps[None]:
@@ -297,6 +343,7 @@ class Replica:
             gradients = [parameter.grad for parameter in used if parameter.dtype == dtype and parameter.grad is not None]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             work = self.seat.groups["tp"].all_reduce(flat)
+            self._team_bytes["all_reduce"] += sum(gradient.nbytes for gradient in gradients)
             yield
             work.wait()
             for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
@@ -327,6 +374,15 @@ class Replica:
 
     def _data(self, chunk: Chunk) -> Any:
         return to_device(chunk.data, self.seat.device, self.dtype)
+
+    def _gathered(self, tensors: dict[str, Tensor | None] | dict[str, Tensor]) -> Steps[Any]:
+        """Whole tensors of this rank's and its team's parts."""
+        if self.shards is None:
+            return tensors
+        whole: dict[str, Tensor | None] = {}
+        for name, tensor in tensors.items():
+            whole[name] = None if tensor is None else (yield from self.shards.gather(name, tensor))
+        return whole
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:

@@ -26,6 +26,7 @@ from meshloom.report.summary import Traffic, time_shares
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.saving import save
+from meshloom.state.shards import Shards
 from meshloom.state.team_data import open_team_reader
 
 T = TypeVar("T")
@@ -133,6 +134,8 @@ class Trainer:
         if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_identical(batch.step))
             self._checks += 1
+        if self.plan.tp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
+            self.together(lambda replica: replica.check_team(batch.step))
         self._clock.steps += time.monotonic() - started
         self._clock.held_up += self._held_up() - held_up
         self._clock.num_steps += 1
@@ -160,11 +163,12 @@ class Trainer:
         out = self.out
 
         def write(replica: Replica) -> Steps[Path]:
-            pieces, values = replica.updater.state()
+            pieces, values = yield from replica.optimizer_state()
+            weights = yield from replica.weights()
             path = yield from save(
                 out,
                 self.next_step,
-                weights=replica.model.state_dict(),
+                weights=weights,
                 pieces=pieces,
                 values={"updater": values, "seed": self.job.seed, "batch_size": self.job.batch_size},
                 fingerprint=_fingerprint(replica),
@@ -196,7 +200,8 @@ class Trainer:
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps taken so far, of this process's first rank."""
         replica, clock = self.replicas[0], self._clock
-        counted = Traffic.of({"dp": self._counts()})
+        axes = {"dp": self._counts()} | ({"tp": replica.seat.groups["tp"].counts} if self.plan.tp > 1 else {})
+        counted = Traffic.of(axes)
         arrivals = self.together(lambda each: collect(each.seat.world, [at - self._clock.start for at in each.arrivals]))[0]
         return Summary(
             steps=self._clock.num_steps,
@@ -219,7 +224,8 @@ class Trainer:
         return counts
 
     def _held_up(self) -> float:
-        return sum(count.seconds for count in self._counts().values())
+        over_team = self.replicas[0].seat.groups["tp"].counts if self.plan.tp > 1 else {}
+        return sum(count.seconds for count in (*self._counts().values(), *over_team.values()))
 
     def close(self) -> None:
         """End reader processes, leave the groups, take the hooks off the models."""
@@ -276,10 +282,7 @@ class Trainer:
         weights = checkpoint.weights()
         for replica in self.replicas:
             checkpoint.check(_fingerprint(replica))
-            with torch.no_grad():
-                for name, tensor in replica.model.state_dict().items():
-                    if isinstance(tensor, torch.Tensor):
-                        tensor.copy_(weights[name])
+            (replica.shards or Shards({}, None)).load_weights(replica.model, weights)
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.updater.load(checkpoint.read, shapes, checkpoint.values["updater"])
         self.next_step = checkpoint.step
@@ -327,7 +330,8 @@ class Trainer:
         if self.plan.dp > 1:
             add({"all_gather": replica.bytes_per_check()}, self._checks)
             add({"all_reduce": replica.bytes_per_evaluation()}, self._evaluations)
-        return Traffic({"dp": {name: count for name, count in total.items() if count}})
+        axes = {"dp": total} | ({"tp": replica.bytes_over_team()} if self.plan.tp > 1 else {})
+        return Traffic({axis: {name: count for name, count in kinds.items() if count} for axis, kinds in axes.items()})
 
 
 def _plan(plan: Plan | str | None) -> Plan:
@@ -344,7 +348,12 @@ def _plan(plan: Plan | str | None) -> Plan:
 
 def _fingerprint(replica: Replica) -> dict[str, str]:
     """Shape and dtype of everything that a checkpoint of this model holds."""
-    return {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in replica.model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    shards = replica.shards or Shards({}, None)
+    return {
+        name: f"{list(shards.whole_shape(name, tensor))} {tensor.dtype}"
+        for name, tensor in replica.model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 def _to_its_end(rank: Steps[T], seat: Any) -> T:

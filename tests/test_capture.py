@@ -103,6 +103,19 @@ def test_draws_are_those_of_keyed_eager():
     assert numbers == [(number, 1) for number in range(len(seen[0]))]
 
 
+def test_without_draws_the_program_is_compared_with_plain_eager():
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch, batch).square().mean()
+
+    model, batch = nn.Bilinear(5, 5, 3), torch.randn(4, 5)
+    with KeyedDraws():
+        watched = loss(model, batch)  # the products inside of the operator are not cast then
+    assert not torch.equal(watched, loss(model, batch))
+    program = capture_module(model, loss, (batch, torch.randn(4, 5)))
+    check_against_module(program, model, loss, [torch.randn(4, 5)], tolerance=0.0)
+
+
 def test_nodes_know_module_line_and_context():
     program = capture(job_of(OWN["autocast"]), (*batches_of(OWN["autocast"], 2),))
     linears = [node for node in program.nodes if node.operator == "linear"]
@@ -183,6 +196,22 @@ def test_grad_mode_inside_of_autocast_is_kept_where_raw_export_loses_it():
     found = gradients(run(program, model, batch), model.parameters())
     assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
     assert all(isinstance(node.target, torch._ops.OpOverload) or node.operator == "getitem" for node in program.nodes)
+
+
+def test_no_grad_is_kept_where_decomposing_loses_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # decomposing shows progress, and would leave a thread behind
+    build, loss, _ = OWN["no_grad"]
+    seed_everything(0)
+    model = build()
+    batch, other = batches_of(OWN["no_grad"], 2)
+    expected = gradients(loss(model, batch), model.parameters())
+    decomposed = torch.export.export(Loss(model, loss), (batch,), strict=False).run_decompositions({}).module()
+    wrong = gradients(decomposed(batch), decomposed.parameters())
+    used = [one is not None for one in expected]
+    assert not all(used) and all(one is not None for one in wrong)  # the target network would be trained
+    found = gradients(run(capture_module(model, loss, (batch, other)), model, batch), model.parameters())
+    assert [one is not None for one in found] == used
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True) if one is not None and two is not None)
 
 
 def test_reentrant_checkpoint_has_a_gradient_where_raw_export_has_none():

@@ -56,12 +56,12 @@ class LayerDrop(Plain):
 
 class Clock(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * time.perf_counter()  # here
+        return self.layer(x) * (time.perf_counter() % 1)  # here
 
 
 class ClockTensor(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * torch.tensor([time.perf_counter()])  # here
+        return self.layer(x) * torch.tensor([time.perf_counter() % 1])  # here
 
 
 class Counter(Plain):
@@ -106,14 +106,14 @@ class Sizes(Plain):
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
+        return x * 2
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
+        return gradient / gradient.norm()
 
 
-class StraightThrough(Plain):
+class Normalises(Plain):
     def forward(self, x: Tensor) -> Tensor:
         return Own.apply(self.layer(x))  # here
 
@@ -129,6 +129,12 @@ class WritesAttribute(Plain):
     def forward(self, x: Tensor) -> Tensor:
         self.previous.mul_(0.9).add_(x.mean(0))  # here
         return self.layer(x) + self.previous
+
+
+class OtherBuffer(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.mean(0)])
+        return self.layer(x)
 
 
 class WritesDetached(Plain):
@@ -157,7 +163,7 @@ REFUSED: dict[type[Plain], str] = {
     Depends: "depends on the values in the batch .* torch.where",
     Item: "depends on the values in the batch",
     Sizes: "shape of what aten.index.Tensor gives .* depends on the values in the batch",
-    StraightThrough: "Own.apply at .* brings a backward of its own",
+    Normalises: "Own.apply at .* brings a backward of its own",
     WritesParameter: "clamp_ at .* writes to parameter layer.weight in the forward",
     WritesAttribute: "writes to a tensor that is an attribute but no buffer",
     WritesDetached: "writes, without gradient, to a tensor that has one",
@@ -183,6 +189,19 @@ def test_refused_with_the_line(kind: type[Plain]):
     assert "Plans with dp alone run the module as it is" in message and "\n" not in message
     assert refused.value.exit_code == 2
     assert generators[1] == random.getstate() and generators[2] == numpy.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize("kind", [Python, Numpy, Clock, ClockTensor, Counter], ids=lambda kind: kind.__name__)
+def test_raw_export_keeps_the_first_value_for_ever(kind: type[Plain]):
+    model, batch = kind(), torch.randn(5, 3)
+    raw = torch.export.export(model, (batch,), strict=False).module()
+    eager, frozen = ([function(batch) for _ in range(3)] for function in (model, raw))
+    assert not torch.equal(eager[1], eager[2]) and torch.equal(frozen[1], frozen[2])
+
+
+def test_a_buffer_that_grows_is_refused():
+    with pytest.raises(CaptureError, match=r"replaces the buffer seen of OtherBuffer, of shape \[3\], by one of shape \[6\].*keeps its shape"):
+        capture_module(OtherBuffer(), lambda model, batch: model(batch).sum(), (torch.randn(5, 3), torch.randn(5, 3)))
 
 
 def test_what_the_first_forward_sets_up_is_no_harm():

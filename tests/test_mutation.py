@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from meshloom.errors import CaptureError
 from meshloom.graph.capture import capture_module
 from meshloom.graph.check import check_against_module
+from meshloom.graph.nodes import Node, Ref
 
 # Views of a tensor [4, 6].
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -113,6 +115,70 @@ def test_shape_changed_in_place():
     model, loss = Squeezes(), lambda model, batch: model(batch)
     program = capture_module(model, loss, (torch.randn(2, 3), torch.randn(2, 3)))
     check_against_module(program, model, loss, [torch.randn(2, 3)], tolerance=0.0)
+
+
+class Halves(nn.Module):
+    """Writes to a slice, a place and the whole of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y[:, :2] *= 0.5
+        y[torch.tensor([0, 1]), torch.tensor([2, 2])] = 3.0
+        return torch.relu_(y).sum() + y.square().sum()
+
+
+def test_a_value_put_in_between_changes_raw_export_but_no_program():
+    """As a collective would be: what reads a value reads a copy of it instead."""
+    model, loss, (one, two, batch) = Halves(), lambda model, batch: model(batch), (torch.randn(2, 3) for _ in range(3))
+    expected = loss(model, batch)
+    raw = torch.export.export(model, (one,), strict=False).module()
+    assert {"aten.mul_.Tensor", "aten.index_put_.default", "aten.relu_.default"} <= {str(node.target) for node in raw.graph.nodes}
+    behind = next(node for node in raw.graph.nodes if str(node.target) == "aten.linear.default")
+    for user in list(behind.users):
+        with raw.graph.inserting_before(user):
+            user.replace_input_with(behind, raw.graph.call_function(torch.ops.aten.clone.default, (behind,)))
+    raw.recompile()
+    assert not torch.isclose(raw(batch), expected)
+
+    program = capture_module(model, loss, (one, two))
+    nodes: list[Node] = []
+    for node in program.nodes:
+        args = []
+        for number, each in enumerate(node.args):
+            if isinstance(each, Ref):
+                copy = f"{node.name}_{number}"
+                nodes.append(replace(node, name=copy, target=torch.ops.aten.clone.default, args=(each,), kwargs={}))
+                each = Ref(copy)
+            args.append(each)
+        nodes.append(replace(node, args=tuple(args)))
+    copied = replace(program, nodes=tuple(nodes), _runners={})
+    assert torch.equal(copied.run(dict(model.named_parameters()), {}, batch), expected)
+
+
+class Assigns(nn.Module):
+    """Puts another tensor in the place of a buffer, twice, and uses the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.mean = 0.9 * self.mean
+        self.mean = self.mean + 0.1 * y.detach().mean(0)
+        return (y - self.mean).square().sum()
+
+
+def test_a_buffer_that_is_assigned_is_updated():
+    model, loss, batch = Assigns(), lambda model, batch: model(batch), torch.randn(4, 3)
+    program = capture_module(model, loss, (batch, torch.randn(4, 3)))
+    assert set(program.updates) == {"mean"} and not model.mean.any()
+    check_against_module(program, model, loss, [torch.randn(4, 3) for _ in range(3)], tolerance=0.0)
 
 
 def test_batch_is_not_written():

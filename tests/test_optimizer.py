@@ -14,6 +14,7 @@ from test_elementwise import ALL, WHOLE, Lamb, NeedsSome, OwnList, Together
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
 from meshloom.errors import CheckpointError, JobError
@@ -92,7 +93,8 @@ class World:
         return first
 
     def checkpoint(self) -> Saved:
-        return Saved([updater.state() for _, _, updater in self.members])
+        worlds = simulated_groups(len(self.members))
+        return Saved(run_in_steps([updater.state(world) for (_, _, updater), world in zip(self.members, worlds, strict=True)]))
 
     def load(self, saved: Saved, parameters: dict[str, Tensor]) -> None:
         for model, _, updater in self.members:
@@ -280,13 +282,16 @@ def test_resuming_is_bit_exact_under_another_division(name: str, kind: str, size
 def test_state_goes_through_a_checkpoint_on_disk(tmp_path: Path):
     the_job = job(matrices_and_rest, scheduler=lambda made: lr_scheduler.StepLR(made[1], 1, 0.5))
     first, _ = trained(the_job, "zero", steps=2)
-    groups = simulated_groups(4)
-    saved: list[Steps[Path]] = []
-    for (model, _, updater), group in zip(first.members, groups, strict=True):
-        pieces, values = updater.state()
+
+    def saved(model: Net, updater: Updater, group: Group) -> Steps[Path]:
+        pieces, values = yield from updater.state(group)
         weights = model.state_dict()
-        saved.append(save(tmp_path, 2, weights=weights, pieces=pieces, values=values, fingerprint={}, plan_text="dp=4,zero=1", group=group, keep=1))
-    opened = Checkpoint.open(run_in_steps(saved)[0])
+        return (
+            yield from save(tmp_path, 2, weights=weights, pieces=pieces, values=values, fingerprint={}, plan_text="dp=4,zero=1", group=group, keep=1)
+        )
+
+    ranks = zip(first.members, simulated_groups(4), strict=True)
+    opened = Checkpoint.open(run_in_steps([saved(model, updater, group) for (model, _, updater), group in ranks])[0])
     second = World(the_job, "all_reduce", 2)
     shapes = {key: opened.shape(key) for key in opened.keys()}  # noqa: SIM118  (a method of its own)
     for model, _, updater in second.members:

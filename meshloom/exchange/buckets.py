@@ -9,7 +9,7 @@ first step, then the order in which rank 0's backward completed them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,7 +58,8 @@ class GradientBuckets:
 
     named: the trainable parameters. bucket_bytes: size at which a bucket is closed. multiple: the length of every
     bucket is a multiple of it. num_extra: of the number of entries, how many elements to add for the exchange's own use.
-    overlap: start buckets during the last chunk's backward, or only in `start_rest`.
+    overlap: start buckets during the last chunk's backward, or only in `start_rest`. apart: names of parameters that share no bucket with others:
+    those that other groups of ranks hold too, and lay out alike, so that the same sums and updates come out bit by bit.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class GradientBuckets:
         overlap: bool = True,
         multiple: int = 1,
         num_extra: Callable[[int], int] = lambda num_entries: 0,
+        apart: Collection[str] = (),
     ) -> None:
-        self.buckets = [_bucket(entries, multiple, num_extra(len(entries))) for entries in _group(named, bucket_bytes)]
+        self.buckets = [_bucket(entries, multiple, num_extra(len(entries))) for entries in _group(named, bucket_bytes, apart)]
         self._place = {
             id(entry.parameter): (bucket, entry, view) for bucket in self.buckets for entry, view in zip(bucket.entries, bucket.views, strict=True)
         }
@@ -152,12 +154,12 @@ class GradientBuckets:
         self._start(bucket)
 
 
-def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, apart: Collection[str]) -> list[list[tuple[str, nn.Parameter]]]:
     """Parameters in reverse order, cut into buckets of one dtype and device each."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[list[tuple[str, nn.Parameter]]]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[list[tuple[str, nn.Parameter]]]] = {}
+    filled: dict[tuple[torch.dtype, torch.device, bool], int] = {}
     for name, parameter in reversed(named):
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, name in apart)
         groups = kinds.setdefault(kind, [])
         limit = min(bucket_bytes, FIRST_BUCKET_BYTES) if len(groups) == 1 else bucket_bytes
         if not groups or filled[kind] >= limit:

@@ -10,7 +10,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,12 @@ class ZeroOne(Exchange):
     contiguous piece of both. Their shapes, names and identity stay.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, *, bucket_bytes: int, overlap: bool) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], group: Group, *, bucket_bytes: int, overlap: bool, apart: Collection[str] = ()
+    ) -> None:
         self._group = group
         self._works: list[Work] = []
-        self._buckets = GradientBuckets(named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, multiple=group.size)
+        self._buckets = GradientBuckets(named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, multiple=group.size, apart=apart)
         self._gradients = [torch.zeros_like(self._segment(bucket.flat)) for bucket in self._buckets.buckets]
         self._parameters = [_move_into_flat(bucket) for bucket in self._buckets.buckets]
         self._used = torch.zeros(len(named), dtype=torch.uint8, device=self._buckets.buckets[0].flat.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.errors import CaptureError
-from meshloom.graph.export import WAY_OUT
 from meshloom.graph.leaves import leaves_of
+from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.precision import build_model, default_precision, in_precision
 from meshloom.graph.program import Program
 from meshloom.job import Job, LossFunction
@@ -59,11 +59,12 @@ def check_against_module(
     worst = Difference(0.0, "the loss")
     eager, mirror = _copied(model), {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     parameters = {name: parameter.detach().clone().requires_grad_(parameter.requires_grad) for name, parameter in model.named_parameters()}
+    draws = any(node.num_draws for node in program.nodes)
     with preserved_draws(), default_precision(program.precision):
         for number, batch in enumerate(batches):
             batch = in_precision(batch, program.precision)
             seed = derive("check", number)
-            expected = _eager(eager, loss, batch, seed)
+            expected = _eager(eager, loss, batch, seed, keyed=draws)
             found = _program(program, parameters, mirror, batch, seed)
             difference = _difference(found, expected)
             worst = max(worst, difference, key=lambda each: each.error)
@@ -82,11 +83,12 @@ def _copied(model: nn.Module) -> nn.Module:
         raise CaptureError(f"The model cannot be copied to be compared ({str(error).splitlines()[0]}). {WAY_OUT}") from error
 
 
-def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int) -> _Ran:
+def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool) -> _Ran:
+    """Plain eager where nothing is drawn: composite operators cast less under autocast when a mode watches what they are made of."""
     model.zero_grad(set_to_none=True)
     named = dict(model.named_parameters())
     seed_everything(seed)
-    with KeyedDraws():
+    with KeyedDraws() if keyed else nullcontext():
         outputs = tree_leaves(loss(model, _cloned(batch)))
         _backward(outputs)  # checkpointed blocks draw again in it
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.requires_grad}

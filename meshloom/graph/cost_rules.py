@@ -22,7 +22,7 @@ _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_str
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> int:
     """Floating-point operations of an ATen call: matrix products, convolutions, attention, fused recurrent layers; 0 for all else."""
-    formula = _FORMULAS.get(func.overloadpacket)
+    formula = _FORMULAS.get(func.overloadpacket) or _FORMULAS_BY_NAME.get(func.name())
     return int(formula(*args, **kwargs, out_val=value)) if formula else 0
 
 
@@ -77,6 +77,15 @@ def _recurrent_layer_backward(*args: Any, out_shape: Any = None, **kwargs: Any) 
     return 2 * _recurrent_layer(*args)
 
 
+def _grouped_product(x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Rows of x [rows, features] times the matrix of their group in w [groups, features, outputs]; other ways to group cost the same."""
+    return 2 * x[-2] * x[-1] * w[-1] * (x[0] if len(x) == len(w) == 3 else 1)
+
+
+def _grouped_product_backward(x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * _grouped_product(x, w)
+
+
 # What torch's table lacks: the attention and the recurrent layer that CPUs run.
 _FORMULAS: Mapping[Any, Any] = {
     **_flop_counter.flop_registry,
@@ -84,4 +93,10 @@ _FORMULAS: Mapping[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flop_counter.sdpa_backward_flop,
     aten.mkldnn_rnn_layer: _flop_counter.shape_wrapper(_recurrent_layer),
     aten.mkldnn_rnn_layer_backward: _flop_counter.shape_wrapper(_recurrent_layer_backward),
+    aten._grouped_mm: _flop_counter.shape_wrapper(_grouped_product),
+}
+# Operators of libraries that register them when they are imported.
+_FORMULAS_BY_NAME: Mapping[str, Any] = {
+    "transformers::grouped_mm_fallback": _flop_counter.shape_wrapper(_grouped_product),
+    "transformers::grouped_mm_fallback_backward": _flop_counter.shape_wrapper(_grouped_product_backward),
 }

@@ -5,6 +5,7 @@ The first program decides who holds what; later ones are divided so that it stay
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.programs import Programs
 from meshloom.graph.rules.table import BUILT_IN
+from meshloom.graph.traffic import sent_in_chunk
 from meshloom.job import Job, LossFunction
 
 
@@ -52,6 +54,7 @@ class Division:
         self._memory_bytes = memory_bytes
         self._programs: dict[LossFunction, Programs] = {}
         self._divided: dict[tuple[LossFunction, bool, Any], Partition] = {}
+        self._sent: dict[tuple[LossFunction, bool, Any], Mapping[str, int]] = {}
         self._first: Partition | None = None
 
     @property
@@ -93,6 +96,16 @@ class Division:
         part = self._divided[loss or self._job.loss, training, _shapes(batch)]
         return part.programs[self._group.rank].run(parameters, buffers, batch, group=self._group)
 
+    def bytes_of_chunk(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Mapping[str, int]:
+        """Bytes that this rank hands to each kind of collective when `run` runs, and its backward if it is a training program's."""
+        key = loss or self._job.loss, training, _shapes(batch)
+        if key not in self._sent:
+            found: Counter[str] = Counter()
+            for each in sent_in_chunk(self._divided[key].programs[self._group.rank], self._group.rank):
+                found[each.collective] += each.num_bytes
+            self._sent[key] = found
+        return self._sent[key]
+
     def _divide(self, loss: LossFunction, training: bool, batch: Any, group: Group) -> Steps[None]:
         if loss not in self._programs:
             self._programs[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
@@ -116,7 +129,7 @@ class Division:
         if any(each != hashes[0] for each in hashes):
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or part
-        self._divided[loss, training, _shapes(batch)] = part
+        self._divided[loss, training, tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)] = part
 
 
 def _attempt(make: Callable[[], Choice]) -> tuple[Choice | None, MeshloomError | None]:

@@ -17,8 +17,7 @@ import torch
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import out_of_place
 from meshloom.graph.contexts import Autocast, Context
-from meshloom.graph.export import WAY_OUT, describe_line
-from meshloom.graph.lines import Line
+from meshloom.graph.lines import WAY_OUT, Line, describe_line
 from meshloom.graph.nodes import Input, Meta, Node, Ref, Variable
 
 _torch: Any = torch

@@ -21,15 +21,14 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed, changed_attributes, plain_attributes, plain_values
 from meshloom.graph.contexts import Autocast, Context
-from meshloom.graph.lines import Line, line_here, line_of_error
+from meshloom.graph.lines import WAY_OUT, Line, Place, place_here, place_of_error
+from meshloom.graph.readable import aligned_without_values, readable
 
-WAY_OUT = "Plans with dp alone run the module as it is and need no program."
 _torch: Any = torch  # for what torch keeps to itself
 META = "custom"  # the one key of node.meta that export carries through all of its passes
 
@@ -63,7 +62,7 @@ def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[
     wrapper = _Loss(model, loss, seen)
     copies = tuple(leaf.detach().clone() for leaf in leaves)  # two that were one tensor become two
     try:
-        with warnings.catch_warnings(), _readable_functions(), _quiet():
+        with warnings.catch_warnings(), readable(), aligned_without_values(), _quiet():
             warnings.simplefilter("ignore")  # about attributes, which are looked at here
             exported = torch.export.export(wrapper, copies, strict=False)
     except CaptureError:
@@ -80,7 +79,8 @@ def context_of(node: fx.Node) -> Context:
 
 def line_of(node: fx.Node) -> Line | None:
     """The user's line that made a node."""
-    return node.meta.get(META, {}).get("line")
+    place = node.meta.get(META, {}).get("place")
+    return place.line if place else None
 
 
 def path_of(node: fx.Node) -> str:
@@ -90,9 +90,9 @@ def path_of(node: fx.Node) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def describe_line(line: Line | None) -> str:
-    """`file:12: code` for an error."""
-    return f"{line} ({line.text})" if line and line.text else str(line) if line else "a line that could not be found"
+def describe_place(node: fx.Node) -> str:
+    """Where a node was made, for an error."""
+    return str(node.meta.get(META, {}).get("place", Place(None, None)))
 
 
 @dataclass
@@ -116,7 +116,7 @@ class _Loss(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         before, values = plain_attributes(self.model), plain_values(self.model)
-        with _noting(), _whole_attributes(self.model):
+        with _noting(), _whole_attributes(self.model), _written_buffers(self.model):
             value = self._loss(self.model, leaves)
         self._seen.changed = changed_attributes(before, plain_attributes(self.model))
         now = plain_values(self.model)
@@ -156,7 +156,7 @@ def _noting() -> Iterator[None]:
         node = create_node(*args, **kwargs)
         key = tuple(regions), torch.is_grad_enabled()
         context = made.setdefault(key, Context(autocast=key[0], grad=key[1]))
-        node.meta[META] = {"context": context, "line": line_here(2)}
+        node.meta[META] = {"context": context, "place": place_here(2)}
         return node
 
     recorded, create_node = mode.__torch_function__, mode.tracer.create_node
@@ -187,34 +187,29 @@ def _whole_attributes(model: nn.Module) -> Iterator[None]:
                         del vars(module)[name]
 
 
+@contextmanager
+def _written_buffers(model: nn.Module) -> Iterator[None]:
+    """A buffer that the forward puts another tensor in place of is written instead, at the end: what it was is what a program is given."""
+    kept = [(module, name, buffer) for module in model.modules() for name, buffer in vars(module)["_buffers"].items() if buffer is not None]
+    yield
+    for module, name, buffer in kept:
+        now = vars(module)["_buffers"].get(name)
+        if now is buffer:
+            continue
+        where = f"the buffer {name} of {type(module).__name__}"
+        if now is None or now.shape != buffer.shape:
+            shape = "nothing" if now is None else f"one of shape {list(now.shape)}"
+            raise CaptureError(f"The forward replaces {where}, of shape {list(buffer.shape)}, by {shape}, and a program keeps its shape. {WAY_OUT}")
+        with torch.no_grad():
+            buffer.copy_(now)
+        vars(module)["_buffers"][name] = buffer
+
+
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
 def _holds_tensor(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
-
-
-@contextmanager
-def _readable_functions() -> Iterator[None]:
-    """Checkpointed blocks are read as what they compute; other autograd functions have a backward that a graph does not show."""
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    def read(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is checkpoint.CheckpointFunction:
-            return args[0](*args[2:])
-        if cls.__module__.startswith("torch."):
-            return apply.__get__(None, cls)(*args, **kwargs)
-        raise CaptureError(
-            f"{cls.__name__}.apply at {describe_line(line_here(2))} brings a backward of its own, which a program cannot hold. "
-            f"Write it with torch operators. {WAY_OUT}"
-        )
-
-    function: Any = torch.autograd.Function
-    function.apply = classmethod(read)
-    try:
-        yield
-    finally:
-        function.apply = apply
 
 
 @contextmanager
@@ -255,7 +250,7 @@ def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
     graph = exported.graph_module.graph
     for node in graph.nodes:
         if node.op == "get_attr" or isinstance(node.target, _torch._ops.HigherOrderOperator):
-            raise CaptureError(f"{node.target} at {describe_line(line_of(node))} is control flow or a kernel that a program cannot hold. {WAY_OUT}")
+            raise CaptureError(f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot hold. {WAY_OUT}")
     return Exported(
         graph=graph,
         parameters=parameters,
@@ -269,13 +264,13 @@ def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
 
 
 def _explain(error: Exception) -> str:
-    line = describe_line(line_of_error(error.__traceback__))
+    place = place_of_error(error.__traceback__)
     kind = type(error).__name__
     text = str(error).strip()
     first = text.splitlines()[0] if text else kind
     if kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType") or "data-dependent" in text:
         return (
-            f"What runs depends on the values in the batch at {line}, so no one program computes it: {first[:160]}. "
+            f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
             f"Write the choice with torch.where. {WAY_OUT}"
         )
-    return f"The loss could not be read at {line}: {kind}: {first[:200]}. {WAY_OUT}"
+    return f"The loss could not be read at {place}: {kind}: {first[:200]}. {WAY_OUT}"

@@ -12,8 +12,7 @@ import numpy
 import torch
 
 from meshloom.errors import CaptureError
-from meshloom.graph.export import WAY_OUT, describe_line
-from meshloom.graph.lines import Line, is_users, line_of_frame
+from meshloom.graph.lines import WAY_OUT, Line, describe_line, is_users, line_of_frame
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
 

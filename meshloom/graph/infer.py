@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 from meshloom.errors import CaptureError
 from meshloom.graph.contexts import Context, Entered
 from meshloom.graph.draws import CountDraws
-from meshloom.graph.export import WAY_OUT, context_of, describe_line, line_of
+from meshloom.graph.export import context_of, describe_place
+from meshloom.graph.lines import WAY_OUT
+from meshloom.graph.readable import aligned_without_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
     values: dict[fx.Node, Any] = {}  # all of them until the end, so that no memory is used twice
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
     counter = CountDraws()
-    with torch.enable_grad(), Entered((*contexts, Context())) as entered, fake, counter:
+    with torch.enable_grad(), Entered((*contexts, Context())) as entered, aligned_without_values(), fake, counter:
         for node in graph.nodes:
             if node.op == "placeholder":
                 values[node] = _like(likes[node.name])
@@ -68,14 +70,14 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
                     values[node] = node.target(*args, **kwargs)
                 except Exception as error:
                     raise CaptureError(
-                        f"{node.target} at {describe_line(line_of(node))} could not be followed without values: {str(error).splitlines()[0]}. {WAY_OUT}"
+                        f"{node.target} at {describe_place(node)} could not be followed without values: {str(error).splitlines()[0]}. {WAY_OUT}"
                     ) from error
                 if counter.count > before:
                     draws[node] = counter.count - before
             tensors = [leaf for leaf in tree_leaves(values.get(node)) if isinstance(leaf, Tensor)]
             if not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
                 raise CaptureError(
-                    f"The shape of what {node.target} gives at {describe_line(line_of(node))} depends on the values in the batch, "
+                    f"The shape of what {node.target} gives at {describe_place(node)} depends on the values in the batch, "
                     f"so no one program computes it. Keep the shape, with torch.where or a mask. {WAY_OUT}"
                 )
             shapes[node] = tuple(map(shape_of, tensors))

@@ -18,8 +18,9 @@ from torch import fx
 
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import out_of_place
-from meshloom.graph.export import META, WAY_OUT, Exported, describe_line, line_of
+from meshloom.graph.export import META, Exported, describe_place
 from meshloom.graph.infer import Inferred, Shape, infer
+from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.schemas import arguments_of, functional, functional_of_out, is_list, is_part, name_of, running_statistics
 from meshloom.graph.views import written
 
@@ -274,6 +275,4 @@ class _Rewriter:
                 self.graph.erase_node(node)
 
     def _refusal(self, node: fx.Node, what: str) -> CaptureError:
-        return CaptureError(
-            f"{name_of(node)} at {describe_line(line_of(node))} {what}, which a program cannot hold. Write it out of place. {WAY_OUT}"
-        )
+        return CaptureError(f"{name_of(node)} at {describe_place(node)} {what}, which a program cannot hold. Write it out of place. {WAY_OUT}")

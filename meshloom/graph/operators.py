@@ -22,6 +22,32 @@ def loss_of_part(loss: Callable[..., Tensor], x: Tensor, target: Tensor, count: 
     return loss(x, target, reduction=2, **settings) / count
 
 
+def zeros_of(*operands: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros [shape] in place of what a kernel refuses to compute from an empty part.
+
+    Backward goes on to `operands` with zeros: behind them there may be collectives in which other ranks wait.
+    """
+    function: Any = _Zeros.apply
+    return function(tuple(shape), *operands)
+
+
+class _Zeros(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], *operands: Tensor) -> Tensor:
+        ctx.likes = [each.detach() for each in operands]
+        return operands[0].new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *map(torch.zeros_like, ctx.likes)
+
+
+def convolution_of_nothing(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """A convolution without input channels or without output channels: its bias [c] in every place of [..., c, space], or nothing."""
+    zeros = zeros_of(x, weight, shape=shape)
+    return zeros if bias is None else zeros + bias.reshape(-1, *(1,) * (weight.ndim - 2))
+
+
 def embedding_of_part(weight: Tensor, index: Tensor, start: int, padding: int) -> Tensor:
     """Rows of an embedding of which `weight` [rows, d] is the part from row `start` on; zeros for rows that are elsewhere.
 
@@ -29,7 +55,7 @@ def embedding_of_part(weight: Tensor, index: Tensor, start: int, padding: int) -
     """
     here = (index >= start) & (index < start + weight.shape[0])
     if not weight.shape[0]:
-        return weight.new_zeros(*index.shape, weight.shape[1])
+        return zeros_of(weight, shape=(*index.shape, weight.shape[1]))
     local = torch.where(here, index - start, 0)
     inside = padding - start if start <= padding < start + weight.shape[0] else -1
     found = torch.ops.aten.embedding.default(weight, local, inside)
@@ -123,11 +149,6 @@ class _CrossEntropy(torch.autograd.Function):
         for gradient, probabilities, (here, local) in zip(gradients, ctx.saved_tensors, ctx.places, strict=True):
             result = probabilities - part.smoothing / part.num_classes if part.smoothing else probabilities.clone()
             if result.shape[1]:
-                result.scatter_add_(1, local[:, None], torch.where(here, part.smoothing - 1.0, 0.0).to(result.dtype)[:, None])
+                result.scatter_add_(1, local[:, None], (here.to(result.dtype) * (part.smoothing - 1.0))[:, None])
             results.append(result * (gradient * ctx.kept)[:, None])
         return None, None, None, None, None, *results
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartOfDraw:
-    """A random operator on a part of its tensor, whose draws are that part of the whole tensor's draws."""

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 
 from meshloom.errors import PlanError
 from meshloom.graph.cuts import Numbers
-from meshloom.graph.export import describe_line
 from meshloom.graph.layout import Layout
+from meshloom.graph.lines import describe_line
 from meshloom.graph.placement import Cut, Part, Placement
 from meshloom.graph.uses import Uses
 

@@ -14,9 +14,8 @@ from meshloom.comm.values import collect, share, share_bytes
 from meshloom.errors import CaptureError, MeshloomError
 from meshloom.graph.capture import capture
 from meshloom.graph.check import check_against_eager
-from meshloom.graph.export import describe_line
 from meshloom.graph.leaves import leaves_of
-from meshloom.graph.lines import line_of_error
+from meshloom.graph.lines import describe_line, line_of_error
 from meshloom.graph.program import Program
 from meshloom.graph.transfer import pack, unpack
 from meshloom.job import Job

@@ -12,9 +12,10 @@ from torch import nn
 
 from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed
-from meshloom.graph.export import WAY_OUT, Exported, export
+from meshloom.graph.export import Exported, export
 from meshloom.graph.frozen import check_draws, line_that_changes
 from meshloom.graph.leaves import Leaves
+from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.precision import default_precision
 from meshloom.job import LossFunction
 from meshloom.random import derive, preserved_draws, seed_everything

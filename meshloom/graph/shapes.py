@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.errors import CaptureError, MeshloomError
 from meshloom.graph.build import build
-from meshloom.graph.export import describe_line
 from meshloom.graph.leaves import Leaves, leaves_of
-from meshloom.graph.lines import line_of_error
+from meshloom.graph.lines import describe_line, line_of_error
 from meshloom.graph.nodes import Node
 from meshloom.graph.precision import build_model
 from meshloom.graph.program import Program

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshloom.graph.axes import Axis
-from meshloom.graph.cuts import Numbers, pieces_of
+from meshloom.graph.cuts import Numbers, pieces_of, runs_of
 from meshloom.graph.layout import Axes, Layout, Mapped
 from meshloom.graph.nodes import Node
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
@@ -78,6 +78,9 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     if not touched or touched.keys() & mapped.whole or _clash(touched, mapped):
         return None
     if any(_squared(mapped.labels[label], numbers, axes) for label, axes in touched.items()):
+        return None
+    ranks = range(len(next(iter(cut.parts.values()))))
+    if any(len(runs_of(mapped.labels[label], cut, numbers, rank) or ()) > 1 for label in touched.keys() & factors.in_one_run for rank in ranks):
         return None
     operands: list[Placement] = []
     for place, (ref, dims) in enumerate(zip(node.operands(), factors.operands, strict=True)):

@@ -29,8 +29,7 @@ from meshloom.graph.encoding import (
     encoded_node,
     encoded_variable,
 )
-from meshloom.graph.export import WAY_OUT
-from meshloom.graph.lines import Line
+from meshloom.graph.lines import WAY_OUT, Line
 from meshloom.graph.program import Program
 
 _MAGIC = b"meshloom program 1\n"

@@ -21,7 +21,7 @@ joined, or has failed and why. The store in which ranks meet is the launcher's, 
 from __future__ import annotations
 
 from meshloom.launch.devices import DEVICES, Kind, choose_devices, default_ranks
-from meshloom.launch.environment import is_rank, launched_plan
+from meshloom.launch.environment import cores, is_rank, launched_plan
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.launcher import run_ranks
 from meshloom.launch.opening import open_world
@@ -33,6 +33,7 @@ __all__ = [
     "LocalRank",
     "World",
     "choose_devices",
+    "cores",
     "default_ranks",
     "is_rank",
     "launched_plan",

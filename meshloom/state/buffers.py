@@ -27,11 +27,12 @@ class RunningStatistics:
     group: the replicas, in chunk order: replica r runs chunks r * m to r * m + m - 1. With one replica there is nothing to do; without any
     buffers nothing is communicated.
     synchronised: microbatch j of all replicas is one chunk, and batch norm layers see to their own statistics.
+    modules_run: whether layers' own forwards run. Where a program runs instead, running statistics are followed like any other buffer.
     """
 
-    def __init__(self, model: nn.Module, group: Group, *, synchronised: bool = False) -> None:
+    def __init__(self, model: nn.Module, group: Group, *, synchronised: bool = False, modules_run: bool = True) -> None:
         self._group = group
-        layers = [(name, module) for name, module in model.named_modules() if tracks(module) and not synchronised]
+        layers = [(name, module) for name, module in model.named_modules() if tracks(module) and not synchronised and modules_run]
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
         self._norms = NormStatistics(layers)
         self._others = Recurrences(model, norm_buffers([module for _, module in layers] + own), joined=synchronised)

@@ -13,17 +13,28 @@ from meshloom.comm.turns import Steps
 _BLOCK = 1024
 
 
-def clip(gradients: Sequence[Tensor | None], largest: float, owners: Group | None, device: torch.device) -> Steps[float]:
+def clip(
+    gradients: Sequence[Tensor | None],
+    largest: float,
+    owners: Group | None,
+    device: torch.device,
+    *,
+    holders: Group | None = None,
+    counted: Sequence[Tensor | bool] | None = None,
+) -> Steps[float]:
     """Scale `gradients` in place so that their joint 2-norm is at most `largest`; the norm they had.
 
     gradients: flat, of the elements that this rank owns; None counts as zero. owners: the ranks that own the other elements; None: there
-    are none. The factor is torch.nn.utils.clip_grad_norm_'s: largest / (norm + 1e-6), at most 1.
+    are none. holders: the ranks that hold other parts of the parameters; None: nothing is divided over tp.
+    counted: of each gradient, which elements enter the sum here rather than on another holder: all, none, or bool of the gradient's shape.
+    The factor is torch.nn.utils.clip_grad_norm_'s: largest / (norm + 1e-6), at most 1. It has the same bits on all ranks.
     """
-    total = sum_of_squares(gradients, device)
-    if owners is not None:
-        work = owners.all_reduce(total)
-        yield
-        work.wait()
+    total = sum_of_squares(gradients if counted is None else list(map(_counted, gradients, counted)), device)
+    for group in (owners, holders):
+        if group is not None:
+            work = group.all_reduce(total)
+            yield
+            work.wait()
     norm = total.sqrt()
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # NaN stays NaN, and shows in the loss
     for gradient in gradients:
@@ -42,6 +53,12 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.cat([norm.reshape(-1) for norm in norms]).double().square().sum()
+
+
+def _counted(gradient: Tensor | None, which: Tensor | bool) -> Tensor | None:
+    if gradient is None or isinstance(which, bool):
+        return gradient if which is True else None
+    return torch.where(which, gradient, torch.zeros((), dtype=gradient.dtype, device=gradient.device))  # no product: inf * 0 is NaN
 
 
 def _block_norms(gradient: Tensor) -> list[Tensor]:

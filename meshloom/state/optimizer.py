@@ -1,59 +1,74 @@
 """The one optimizer path: clip what this rank owns, step the user's optimizers on it, step their schedulers.
 
 The user's function gets named parameters of full shape, so that groups by name or ndim mean what they mean on one device. Where several
-ranks own slices, only `group["params"]` changes afterwards: to slices for an optimizer that updates each element by itself, to whole
-parameters divided among the ranks for one that looks at a whole parameter (`elementwise.py` finds out which). The optimizer
-objects stay, because schedulers hold them.
+ranks own slices (along dp) or hold parts (along tp), only `group["params"]` changes afterwards: to slices of parts for an optimizer that updates
+each element by itself, to whole parameters divided among the ranks for one that looks at a whole parameter (`elementwise.py` finds out which).
+The optimizer objects stay, because schedulers hold them.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.errors import CheckpointError, JobError
+from meshloom.errors import CheckpointError
 from meshloom.exchange.exchange import Exchange
 from meshloom.job import Job, NamedParameters
+from meshloom.mesh import Axis
 from meshloom.state.checkpoint import Piece
 from meshloom.state.clipping import clip
 from meshloom.state.elementwise import Reach, reach
-from meshloom.state.json_values import NotPlainError, from_json, to_json
-from meshloom.state.optimizer_state import Held, load_settings, load_state, settings, state_pieces
+from meshloom.state.json_values import from_json
+from meshloom.state.made import make_optimizers, make_schedulers, scheduler_values
+from meshloom.state.optimizer_state import Held, StatePart, load_settings, load_state, settings, state_pieces
+from meshloom.state.shards import Shards
 from meshloom.state.whole import WholeParameters, divide
+from meshloom.state.whole_from_parts import Kept, WholeFromParts
+from meshloom.state.whole_state import whole_pieces
 
 
 class Updater:
     """Updates what this rank owns, once a step.
 
-    named_parameters: every trainable parameter by name, each once. A parameter that the user's function gives to no optimizer is not
+    named_parameters: every trainable parameter by name, each once, whole. A parameter that the user's function gives to no optimizer is not
     updated. `job.elementwise` overrides the trial: True updates slices, False whole parameters; None finds out.
+    shards, parts: where parameters are divided over tp, how, and what the model holds of them now under the same names; `exchange` is over these.
+    Parameters that every rank of tp holds whole are updated by each of them, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
 
-    def __init__(self, job: Job, named_parameters: NamedParameters, exchange: Exchange) -> None:
+    def __init__(
+        self, job: Job, named_parameters: NamedParameters, exchange: Exchange, shards: Shards | None = None, parts: NamedParameters | None = None
+    ) -> None:
         self._job = job
         self._exchange = exchange
-        self._names = {id(parameter): name for name, parameter in named_parameters}
+        self._shards = shards or Shards({}, None)
         self._device = named_parameters[0][1].device
-        made = _call(job, named_parameters)
-        self._optimizers = _check(made, self._names)
-        reaches: list[Reach] = [reach(each, elementwise=job.elementwise) if exchange.owners else "element" for each in self._optimizers]
-        self._schedulers = _schedulers(job, made)
+        names = {id(parameter): name for name, parameter in named_parameters}
+        made, self._optimizers = make_optimizers(job, named_parameters)
+        divided = exchange.owners is not None or bool(self._shards.pieces)
+        reaches: list[Reach] = [reach(each, elementwise=job.elementwise) if divided else "element" for each in self._optimizers]
+        self._schedulers = make_schedulers(job, made)
         self._held: list[list[Held]] = []  # by optimizer
         self._targets: list[nn.Parameter | None] = [None] * len(exchange.owned)  # whose .grad an owned slice's gradient becomes
-        self._kept: list[nn.Parameter] = []  # whole parameters that this rank updates although it owns only slices
+        self._kept: list[nn.Parameter] = []  # whole parameters that this rank updates although it owns only slices or parts
         self._whole: WholeParameters | None = None
-        if exchange.owners is None:
+        self._from_parts: WholeFromParts | None = None
+        self._gathered = (0, 0)  # bytes along dp and tp for the newest checkpoint
+        self._counted = self._spoken_for() if self._shards.size > 1 and job.clip_grad_norm is not None else None
+        if not divided:
             self._targets = [slice_.parameter for slice_ in exchange.owned]
-            self._held = [[self._hold(parameter) for group in each.param_groups for parameter in group["params"]] for each in self._optimizers]
+            held = lambda parameter: Held(names[id(parameter)], parameter, 0, parameter.numel(), tuple(parameter.shape))  # noqa: E731
+            self._held = [[held(parameter) for group in each.param_groups for parameter in group["params"]] for each in self._optimizers]
         else:
-            self._divide(reaches)
+            self._divide(names, dict(parts or named_parameters), reaches)
 
     def update(self, gradients: Sequence[Tensor | None], loss: float) -> Steps[float | None]:
         """Clip and step; the gradient's norm before clipping, None if the job does not clip.
@@ -63,17 +78,22 @@ class Updater:
         """
         norm = None
         if self._job.clip_grad_norm is not None:
-            norm = yield from clip(gradients, self._job.clip_grad_norm, self._exchange.owners, self._device)
+            along_tp: dict[str, Any] = {} if self._counted is None else {"holders": self._shards.group, "counted": self._counted}
+            norm = yield from clip(gradients, self._job.clip_grad_norm, self._exchange.owners, self._device, **along_tp)
         before = [(target, target.grad) for target in (*self._targets, *self._kept) if target is not None]
         for target, gradient in zip(self._targets, gradients, strict=True):
             if target is not None:
                 target.grad = None if gradient is None else gradient.view(target.shape)
         if self._whole:
             yield from self._whole.fetch(gradients)
+        if self._from_parts:
+            yield from self._from_parts.fetch()
         for optimizer in self._optimizers:
             optimizer.step()
         for target, gradient in before:
             target.grad = gradient  # it is the exchange's
+        if self._from_parts:
+            yield from self._from_parts.give_back()
         if self._whole:
             yield from self._whole.give_back()
         for scheduler in self._schedulers:
@@ -84,25 +104,45 @@ class Updater:
         """Of every group of every optimizer that has one."""
         return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups if "lr" in group]
 
-    def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that one `update` hands to each kind of collective. What whole parameters need is known after the first."""
+    def bytes_per_step(self, axis: Axis = "dp") -> dict[str, int]:
+        """Bytes that one `update` hands to each kind of collective along an axis. What whole parameters need along dp is known after the first."""
         total: dict[str, int] = {}
-        if self._exchange.owners and self._job.clip_grad_norm is not None:
+        divided = self._exchange.owners if axis == "dp" else self._counted
+        if divided is not None and self._job.clip_grad_norm is not None:
             total["all_reduce"] = 8
-        if self._whole:
-            total["all_to_all"] = self._whole.bytes_per_step()
+        through = self._whole if axis == "dp" else self._from_parts
+        if through:
+            total["all_to_all"] = through.bytes_per_step()
         return total
 
-    def bytes_once(self) -> dict[str, int]:
+    def bytes_once(self, axis: Axis = "dp") -> dict[str, int]:
         """Bytes that the first `update` hands over besides."""
+        if axis == "tp":
+            return {"all_to_all": self._from_parts.bytes_once()} if self._from_parts else {}
         return {"all_gather": self._whole.bytes_once()} if self._whole else {}
 
-    def state(self) -> tuple[list[Piece], dict[str, Any]]:
-        """This rank's pieces of the state's tensors, and JSON values that are equal on all ranks."""
-        pieces = [piece for optimizer, held in zip(self._optimizers, self._held, strict=True) for piece in state_pieces(optimizer, held)]
+    def bytes_per_save(self, axis: Axis = "dp") -> dict[str, int]:
+        """Bytes that `state` hands over, once it has run."""
+        return {"all_gather": self._gathered[axis == "tp"]} if any(self._gathered) else {}
+
+    def state(self, world: Group) -> Steps[tuple[list[Piece], dict[str, Any]]]:
+        """This rank's pieces of the state's tensors, and JSON values that are equal on all ranks.
+
+        Every rank of `world` calls it. Pieces of tensors that are divided over tp are gathered; with tp=1 nothing is sent.
+        """
+        pieces: list[Piece] = []
+        parts: list[StatePart] = []
+        for optimizer, held in zip(self._optimizers, self._held, strict=True):
+            ready, divided = state_pieces(optimizer, held)
+            pieces += ready
+            parts += divided
+        if self._shards.pieces:
+            gathered = yield from whole_pieces(parts, self._shards, self._exchange.owners, world, self._device)
+            pieces += gathered.pieces
+            self._gathered = gathered.bytes_dp, gathered.bytes_tp
         return pieces, {
             "optimizers": [settings(optimizer) for optimizer in self._optimizers],
-            "schedulers": [_scheduler_values(scheduler) for scheduler in self._schedulers],
+            "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
         }
 
     def load(self, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
@@ -118,47 +158,95 @@ class Updater:
         for optimizer, held, saved in zip(self._optimizers, self._held, values["optimizers"], strict=True):
             load_state(optimizer, held, read, shapes)
             load_settings(optimizer, saved)
+        if self._from_parts:
+            self._from_parts.forget()
         for scheduler, saved in zip(self._schedulers, values["schedulers"], strict=True):
             scheduler.load_state_dict(from_json(saved))
 
-    def _hold(self, parameter: nn.Parameter, *, speaks: bool = True) -> Held:
-        return Held(self._names[id(parameter)], parameter, 0, parameter.numel(), tuple(parameter.shape), speaks)
+    def _divide(self, names: Mapping[int, str], parts: Mapping[str, nn.Parameter], reaches: Sequence[Reach]) -> None:
+        """Give every optimizer what this rank updates of its parameters: slices of parts, or whole ones.
 
-    def _divide(self, reaches: Sequence[Reach]) -> None:
-        """Give every optimizer what this rank updates of its parameters: slices or whole ones."""
-        owners = self._exchange.owners
-        assert owners is not None
-        whole: list[nn.Parameter] = []
-        everywhere: set[int] = set()
+        names: of the whole parameters, by id. A whole parameter has keepers along dp, to which slices of its parts come (`WholeParameters`), and
+        if it is divided over tp keepers among those along tp, to which the parts come (`WholeFromParts`).
+        """
+        owners, shards = self._exchange.owners, self._shards
+        num_owners, here = (owners.size, owners.rank) if owners else (1, 0)
+        whole: dict[str, nn.Parameter] = {}
+        everywhere: set[str] = set()
         for optimizer, how in zip(self._optimizers, reaches, strict=True):
             if how != "element":
-                mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                whole += mine
-                everywhere |= {id(parameter) for parameter in mine} if how == "optimizer" else set()
-        shared = [parameter for parameter in whole if id(parameter) not in everywhere]
-        keeper = dict(zip(map(id, shared), divide([parameter.numel() for parameter in shared], owners.size), strict=True))
-        keepers = [(keeper[id(parameter)],) if id(parameter) in keeper else tuple(range(owners.size)) for parameter in whole]
-        kept = {id(parameter): ranks for parameter, ranks in zip(whole, keepers, strict=True) if owners.rank in ranks}
-        self._kept = [parameter for parameter in whole if id(parameter) in kept]
+                mine = {names[id(parameter)]: parameter for group in optimizer.param_groups for parameter in group["params"]}
+                whole |= mine
+                everywhere |= mine.keys() if how == "optimizer" else set()
+        keepers = _keepers({name: each.numel() for name, each in whole.items()}, everywhere, shards, num_owners)
+        speaks = {name: along_dp[0] == here and along_tp[0] == shards.rank for name, (along_dp, along_tp) in keepers.items()}
+
+        def one(parameter: nn.Parameter) -> list[Held]:
+            name = names[id(parameter)]
+            along_dp, along_tp = keepers[name]
+            if here not in along_dp or shards.rank not in along_tp:
+                return []
+            self._kept.append(parameter)
+            return [Held(name, parameter, 0, parameter.numel(), tuple(parameter.shape), speaks[name])]
+
         for optimizer, how in zip(self._optimizers, reaches, strict=True):
             if how == "element":
-                self._held.append(_replace(optimizer, self._slices))
+                self._held.append(_replace(optimizer, lambda parameter: self._slices(names[id(parameter)], parts, parameter.shape)))
             else:
-                one = lambda parameter: [self._hold(parameter, speaks=kept[id(parameter)][0] == owners.rank)] if id(parameter) in kept else []  # noqa: E731
                 self._held.append(_replace(optimizer, one))
-        if whole:
-            self._whole = WholeParameters(whole, keepers, self._exchange.owned, owners)
+        if not whole:
+            return
+        if owners is not None:
+            self._whole = WholeParameters([parts[name] for name in whole], [keepers[name][0] for name in whole], self._exchange.owned, owners)
+            self._kept += [parts[name] for name in whole if here in keepers[name][0] and name in shards.pieces]
+        else:
+            self._targets = [
+                slice_.parameter if slice_.name in whole else target for slice_, target in zip(self._exchange.owned, self._targets, strict=True)
+            ]
+        if any(name in shards.pieces for name in whole):  # on all ranks or on none, so that all wait equally often
+            at_hand = [name for name in whole if name in shards.pieces and here in keepers[name][0]]
+            held = {each.name for per_optimizer in self._held for each in per_optimizer}
+            self._from_parts = WholeFromParts(
+                [Kept(name=name, part=parts[name], keepers=keepers[name][1], whole=whole[name] if name in held else None) for name in at_hand], shards
+            )
 
-    def _slices(self, parameter: nn.Parameter) -> list[Held]:
+    def _slices(self, name: str, parts: Mapping[str, nn.Parameter], shape: torch.Size) -> list[Held]:
+        """What this rank owns of its part of a parameter [shape]."""
+        part = parts[name]
+        shards = self._shards if name in self._shards.pieces else None
         held: list[Held] = []
         for index, slice_ in enumerate(self._exchange.owned):
-            if slice_.parameter is parameter:
+            if slice_.parameter is part:
                 # A slice that is all of its parameter keeps the shape, so that a 0-dim parameter's state looks the same everywhere.
-                data = slice_.data().view(parameter.shape) if slice_.whole else slice_.data()
-                target = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                data = slice_.data().view(part.shape) if slice_.whole else slice_.data()
+                target = nn.Parameter(data, requires_grad=part.requires_grad) if self._exchange.owners else part
                 self._targets[index] = target
-                held.append(Held(slice_.name, target, slice_.start, slice_.stop, tuple(parameter.shape)))
+                held.append(Held(name, target, slice_.start, slice_.stop, tuple(shape), shards=shards))
         return held
+
+    def _spoken_for(self) -> list[Tensor | bool]:
+        """Which elements of each owned slice this rank counts in the norm."""
+        counted: list[Tensor | bool] = []
+        for slice_ in self._exchange.owned:
+            which = self._shards.speaks_for(slice_.name)
+            counted.append(which if isinstance(which, bool) else which[slice_.start : slice_.stop].to(self._device))
+        return counted
+
+
+def _keepers(sizes: Mapping[str, int], everywhere: set[str], shards: Shards, num_owners: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The ranks along dp and, of those, along tp that update all of a parameter: one rank, or all that look at everything.
+
+    Those that every rank of tp holds whole are kept by all of these.
+    """
+    everyone = tuple(range(num_owners)), tuple(range(shards.size))
+    keepers = dict.fromkeys(everywhere, everyone)
+    undivided = [name for name in sizes if name not in everywhere and name not in shards.pieces]
+    for name, rank in zip(undivided, divide([sizes[name] for name in undivided], num_owners), strict=True):
+        keepers[name] = (rank,), everyone[1]
+    divided = [name for name in sizes if name not in everywhere and name in shards.pieces]
+    for name, rank in zip(divided, divide([sizes[name] for name in divided], num_owners * shards.size), strict=True):
+        keepers[name] = (rank // shards.size,), (rank % shards.size,)
+    return keepers
 
 
 def _replace(optimizer: Optimizer, by: Callable[[nn.Parameter], list[Held]]) -> list[Held]:
@@ -183,74 +271,4 @@ def _cut(value: Any, parameter: nn.Parameter, piece: Held) -> Any:
         return value
     if value.ndim == 0 or value.shape != parameter.shape:
         return value.clone()
-    return value.reshape(-1)[piece.start : piece.stop].clone().view(piece.tensor.shape)
-
-
-def _call(job: Job, named_parameters: NamedParameters) -> Any:
-    try:
-        return job.optimizer(list(named_parameters))
-    except ValueError as error:
-        if "empty parameter list" in str(error):
-            raise JobError("The optimizer function gave an optimizer no parameters. Give each at least one, or leave that optimizer out.") from error
-        raise
-
-
-def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
-    optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
-    if not optimizers:
-        raise JobError("The optimizer function returned an empty list. Return one torch.optim.Optimizer, or several over disjoint parameters.")
-    owner: dict[int, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, Optimizer):
-            raise JobError(
-                f"The optimizer function returned a {type(optimizer).__name__}, not a torch.optim.Optimizer. Return one, or a list of several "
-                "over disjoint parameters."
-            )
-        if isinstance(optimizer, LBFGS):
-            raise JobError(
-                "LBFGS evaluates the loss several times in a step, which is not supported. Use one that steps once per gradient, such as AdamW."
-            )
-        if isinstance(optimizer, SparseAdam):
-            raise JobError("SparseAdam needs sparse gradients, and gradients are exchanged dense. Use Adam, and sparse=False in embeddings.")
-        parameters: list[nn.Parameter] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not parameters:
-            raise JobError(f"{type(optimizer).__name__} (optimizer {index}) has no parameters. Give it at least one, or leave it out.")
-        for parameter in parameters:
-            if id(parameter) not in names:
-                raise JobError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that is not a trainable parameter of the model. "
-                    "Build it from the named parameters that the optimizer function receives."
-                )
-            if owner.setdefault(id(parameter), index) != index:
-                raise JobError(
-                    f"{names[id(parameter)]} is in two optimizers, {type(optimizers[owner[id(parameter)]]).__name__} and {type(optimizer).__name__}. "
-                    "Give each parameter to one of them."
-                )
-    return optimizers
-
-
-def _schedulers(job: Job, made: Any) -> list[Any]:
-    if job.scheduler is None:
-        return []
-    returned = job.scheduler(made)
-    schedulers: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
-    for scheduler in schedulers:
-        if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
-            raise JobError(
-                f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: "
-                "CosineAnnealingLR(optimizer, 100), or a list of them."
-            )
-        _scheduler_values(scheduler)  # find out now rather than at the first checkpoint
-    return schedulers
-
-
-def _scheduler_values(scheduler: Any) -> Any:
-    """A scheduler's state as JSON. Functions are left out: the job's own function builds the scheduler with the same ones."""
-    code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-    state = {key: value for key, value in scheduler.state_dict().items() if not isinstance(value, code)}
-    try:
-        return to_json(state)
-    except NotPlainError as error:
-        raise JobError(
-            f"{type(scheduler).__name__} cannot be saved: {error}. Keep numbers, strings, small tensors and lists of them in its state_dict()."
-        ) from None
+    return piece.cut(value)

@@ -20,13 +20,17 @@ from torch.optim import Optimizer
 from meshloom.errors import CheckpointError, JobError
 from meshloom.state.checkpoint import Piece
 from meshloom.state.json_values import NotPlainError, from_json, to_json
+from meshloom.state.shards import Shards
 
 _JSON = ".json"
 
 
 @dataclass(frozen=True)
 class Held:
-    """What an optimizer updates here as one of its parameters: `tensor` is elements `start` to `stop` of parameter `name` [shape]."""
+    """What an optimizer updates here as one of its parameters, in place of parameter `name` [shape].
+
+    `tensor` is elements `start` to `stop`, flat, of the parameter, or of this rank's part of it where `shards` divides it over tp.
+    """
 
     name: str
     tensor: nn.Parameter
@@ -34,20 +38,37 @@ class Held:
     stop: int
     shape: tuple[int, ...]
     speaks: bool = True  # False where another rank holds the very same and saves it
+    shards: Shards | None = None
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The same elements of another tensor [shape], in the shape of `tensor`: a copy."""
+        part = self.shards.take(self.name, whole) if self.shards else whole
+        return part.reshape(-1)[self.start : self.stop].clone().view(self.tensor.shape)
 
 
-def state_pieces(optimizer: Optimizer, held: Sequence[Held]) -> list[Piece]:
-    """This rank's part of the state of `held`."""
+@dataclass(frozen=True)
+class StatePart:
+    """A state tensor's elements `held.start` to `held.stop` of this rank's part of the divided parameter: `tensor`, flat."""
+
+    key: str
+    held: Held
+    tensor: Tensor
+
+
+def state_pieces(optimizer: Optimizer, held: Sequence[Held]) -> tuple[list[Piece], list[StatePart]]:
+    """This rank's part of the state of `held`: what is ready to be saved, and what is still divided over tp."""
     pieces: list[Piece] = []
+    parts: list[StatePart] = []
     for each in held:
         state: Mapping[str, Any] = optimizer.state.get(each.tensor, {}) if each.speaks else {}
         for key, value in state.items():
             path = _path(each.name, key)
             if isinstance(value, Tensor) and value.shape == each.tensor.shape and value.ndim > 0 and value.numel() > 0:
-                pieces.append(Piece(path, value.detach().reshape(-1), each.start, each.stop, each.shape))
+                flat = value.detach().reshape(-1)
+                parts.append(StatePart(path, each, flat)) if each.shards else pieces.append(Piece(path, flat, each.start, each.stop, each.shape))
             elif each.start == 0 < each.stop:
                 pieces.append(_whole(path, value))
-    return pieces
+    return pieces, parts
 
 
 def load_state(optimizer: Optimizer, held: Sequence[Held], read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -115,12 +136,12 @@ def _load(path: str, held: Held, read: Callable[[str, int, int], Tensor], shapes
     shape = tuple(shapes[path])
     if path.endswith(_JSON):
         return from_json(json.loads(read(path, 0, shape[0]).numpy().tobytes()))
-    if shape == held.shape:
-        return read(path, held.start, held.stop).view(held.tensor.shape)
     count = 1
     for size in shape:
         count *= size
-    return read(path, 0, count).view(shape)
+    if shape != held.shape:
+        return read(path, 0, count).view(shape)
+    return held.cut(read(path, 0, count).view(shape)) if held.shards else read(path, held.start, held.stop).view(held.tensor.shape)
 
 
 def _place(value: Any, key: str, parameter: nn.Parameter, optimizer: Optimizer) -> Any:

@@ -70,16 +70,19 @@ def _plan_steps(trainer: Trainer, dtype: torch.dtype | None) -> Iterator[StepRec
 
 def _record(trainer: Trainer, result: StepResult, notes: Mapping[int, _Notes]) -> StepRecord:
     first = trainer.replicas[0]
-    chunks = trainer.together(lambda replica: collect(replica.seat.world, [chunk.to_dict() for chunk in notes[id(replica)].chunks]))[0]
+    chunks = trainer.together(lambda replica: collect(replica.seat.world, _chunks(replica, notes[id(replica)])))[0]
     digests = trainer.together(lambda replica: replica.digests())[0]
+    trainer.together(lambda replica: replica.check_team(result.step))
+    state = _on_cpu(trainer.together(lambda replica: replica.whole_state())[0].items())
+    buffers = dict(first.model.named_buffers()).keys()
     return StepRecord(
         step=result.step,
         loss=result.loss,
         weight=result.weight,
         gradient_norm=result.gradient_norm,
         gradients=notes[id(first)].gradients,
-        buffers=_on_cpu(first.model.named_buffers()),
-        parameters=_on_cpu(first.model.named_parameters()),
+        buffers={name: tensor for name, tensor in state.items() if name in buffers},
+        parameters={name: tensor for name, tensor in state.items() if name not in buffers},
         chunks=sorted((ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank), key=lambda chunk: chunk.index),
         replicas=[digest_values(digest) for digest in digests],
     )
@@ -139,9 +142,14 @@ def _observed(replica: Replica) -> Iterator[_Notes]:
             replica.observer = None
 
 
+def _chunks(replica: Replica, notes: _Notes) -> list[dict[str, Any]]:
+    """The replica's chunks, told by one of its ranks."""
+    return [chunk.to_dict() for chunk in notes.chunks] if replica.seat.place.tp == 0 else []
+
+
 def _owned(replica: Replica) -> Steps[list[float]]:
     """Share of the trainable elements that each rank updates."""
-    elements = sum(parameter.numel() for _, parameter in replica.named)
+    elements = replica.num_elements()
     mine = sum(part.stop - part.start for part in replica.exchange.owned)
     return (yield from collect(replica.seat.world, mine / elements))
 

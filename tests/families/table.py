@@ -1,10 +1,12 @@
-"""Writes docs/families.md: what was measured of every family. Run as `python -m tests.families.table`."""
+"""Writes docs/families.md: what was measured of every family. Run as `python -m tests.families.table`, with names to measure only those again."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import warnings
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,27 +14,43 @@ import torch
 
 from meshloom.plan import Plan
 from tests.families import FAMILIES, REFUSED, Family
-from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED
+from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED, NOT_READ, OTHER_KERNEL
 from tests.families.measure import largest_error, operators, start, verified
+from tests.families.programs import WAYS, Way, differs_by, limit_of, read
 
 FILE = Path(__file__).parents[2] / "docs" / "families.md"
 PLAN = Plan(dp=2, microbatches=2)
 BATCH_SIZE = 6
 HEADER = """# Model families
 
-Tiny jobs of {count} architectures, from random starts, that the tests train, verify and export (`tests/families/`). The classes are those of
-`transformers` {transformers} and `torch.nn` {torch}, and some written in the tests. All have two layers or more, odd sizes where the architecture
-allows them.
+Tiny jobs of {count} architectures, from random starts, that the tests train, verify, export and read as programs (`tests/families/`). The classes
+are those of `transformers` {transformers} and `torch.nn` {torch}, and some written in the tests. All have two layers or more, odd sizes where the
+architecture allows them.
 
 *dp* is the largest error of any loss, gradient, buffer, parameter or update in two steps of `{plan}` against one device, in
 float64 unless it says otherwise: batches of six samples, cut into chunks of 2, 2, 1 and 1, whose gradients are added up in two orders. *ATen* counts
 the kinds of operators in what `torch.export` gives for the loss; where it gives nothing, the reason stands there.
 
+*Nodes* counts the operators of the program that `meshloom.graph` reads from the training loss; where it refuses, the reason stands there. The columns
+behind it are the largest error of that program against eager, of any output, gradient or buffer, on two batches that it was not read from; "0" is
+equality to the last bit.
+
+- *float32*, *float64*: read and run in that precision. The same operators run in the same order, so most are equal to the last bit; where
+  gradients of one tensor meet, or `transformers` makes another mask while it is traced (and attention runs another kernel), sums have another order.
+- *lifted*: read in float32, run in float64 with inner casts lifted, against eager in which every call is lifted. Behind the slash, against
+  eager that is merely given a float64 model: what its own casts to float32 cost, where it has some.
+- *dropout*: with random masks; draws are keyed by their number, in eager and in the program.
+- *bfloat16*: under autocast, with random masks. In the {kernels} families where attention runs another kernel, rounding to bfloat16 is in other places;
+  the error may be twice what eager's own rounding is, and is measured against at least 0.1 of the largest gradient (elsewhere 0.001).
+
+{num_read} families are read, {num_refused} refused. A test asserts each number's limit, and each refusal's sentence. A dash stands where nothing was measured yet.
+
 This file is generated: `python -m tests.families.table`.
 
-| family | kind | parameters | dp | ATen | what is particular |
-|---|---|---:|---:|---|---|
+| family | kind | parameters | dp | ATen | nodes | float32 | float64 | lifted | dropout | bfloat16 | what is particular |
+|---|---|---:|---:|---|---|---:|---:|---:|---:|---:|---|
 """
+SHOWN = ("float32", "float64", "lifted", "dropout", "bfloat16, dropout")
 
 
 def row(family: Family) -> str:
@@ -43,22 +61,66 @@ def row(family: Family) -> str:
     error = f"{largest_error(report):.0e}" if report.passed else "differs"
     error += " (float32)" if family.name in FLOAT32_ONLY else ""
     kinds = f"no: {NOT_EXPORTED[family.name][0]}" if family.name in NOT_EXPORTED else str(len(operators(module, batch)))
-    return f"| {family.name} | {family.kind} | {parameters:,} | {error} | {kinds} | {family.notes} |"
+    cells = [family.name, family.kind, f"{parameters:,}", error, kinds, *_program(family), family.notes]
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
 
 
-def main() -> None:
-    """Measure all families and write the file."""
+def _program(family: Family) -> list[str]:
+    """Its number of nodes and its errors, or why there is none."""
+    if family.name in NOT_READ:
+        return [f"no: {NOT_READ[family.name][0]}", *("" for _ in SHOWN)]
+    cells: list[str] = []
+    for name in SHOWN:
+        way = WAYS[name]
+        program = read(family, way)
+        if not cells:
+            cells.append(str(len(program.nodes)))
+        cells.append(_error(family, way, lambda **how: differs_by(program, family, way, **how)))  # noqa: B023  # called at once
+    return cells
+
+
+def _error(family: Family, way: Way, measure: Callable[..., float]) -> str:
+    error = measure()
+    text = _shown(error) if error <= limit_of(family, way) else f"differs: {_shown(error)}"
+    if way.lifted and (casts := measure(casts_stay=True)) > 1e-12:
+        text += f" / {_shown(casts)}"
+    return text
+
+
+def _shown(error: float) -> str:
+    return f"{error:.0e}" if error else "0"
+
+
+def _rows_of_before() -> dict[str, str]:
+    lines = FILE.read_text().splitlines() if FILE.exists() else []
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
+
+
+def main(names: list[str]) -> None:
+    """Measure the families of these names, or all, and write the file; the other rows stay."""
     torch.set_num_threads(1)
-    rows: list[str] = []
-    for family in FAMILIES.values():
+    rows = _rows_of_before()
+    for name in names or FAMILIES:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            rows.append(row(family))
-        print(rows[-1], flush=True)
-    refused = "\n".join(f"| {family.name} | {family.kind} | | | | {family.notes} |" for family in REFUSED.values())
-    versions = {"transformers": version("transformers"), "torch": torch.__version__.partition("+")[0]}
-    FILE.write_text(HEADER.format(count=len(FAMILIES), plan=PLAN, **versions) + "\n".join(rows) + f"\n{refused}\n")
+            rows[name] = row(FAMILIES[name])
+        print(rows[name], flush=True)
+        _write(rows)
+
+
+def _write(rows: dict[str, str]) -> None:
+    rows |= {family.name: f"| {family.name} | {family.kind} |{' |' * 9} {family.notes} |" for family in REFUSED.values()}
+    head = HEADER.format(
+        count=len(FAMILIES),
+        plan=PLAN,
+        transformers=version("transformers"),
+        torch=torch.__version__.partition("+")[0],
+        kernels=len(OTHER_KERNEL),
+        num_read=len(FAMILIES) - len(NOT_READ),
+        num_refused=len(NOT_READ),
+    )
+    FILE.write_text(head + "".join(f"{rows[name]}\n" for name in (*FAMILIES, *REFUSED) if name in rows))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

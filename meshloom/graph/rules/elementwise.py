@@ -10,7 +10,7 @@ from meshloom.graph.rules.factors import Dims, Factors
 
 def elementwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Factors | None:
     """The map of any pointwise operator."""
-    if len(call.outputs) != 1:
+    if any(each.shape != call.outputs[0].shape for each in call.outputs):
         return None
     out = call.outputs[0].shape
     names = tuple(f"d{place}" for place in range(len(out)))
@@ -20,12 +20,13 @@ def elementwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Factors 
         if lead < 0:
             return None
         operands.append(tuple(None if size != out[lead + place] else names[lead + place] for place, size in enumerate(operand.shape)))
-    return Factors(operands=tuple(operands), outputs=(names,), sizes=dict(zip(names, out, strict=True)), linear=linear)
+    return Factors(operands=tuple(operands), outputs=(names,) * len(call.outputs), sizes=dict(zip(names, out, strict=True)), linear=linear)
 
 
 def is_elementwise(call: Call) -> bool:
-    """Whether torch says so."""
-    return torch.Tag.pointwise in call.node.target.tags
+    """Whether torch says so. Draws are not: how many numbers `rrelu` takes depends on the values."""
+    tags = call.node.target.tags
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _sum(call: Call) -> Factors | None:
@@ -65,12 +66,12 @@ ELEMENTWISE: dict[str, Rule] = {
     **dict.fromkeys(("add", "sub", "subtract"), _sum),
     **dict.fromkeys(("mul", "multiply"), _product),
     **dict.fromkeys(("div", "divide", "true_divide"), _quotient),
-    "neg": _first,
+    **dict.fromkeys(("neg", "real", "imag"), _first),
     "where": _where,
     "masked_fill": _masked_fill,
     "dropout": _first,
     # Pointwise too, though torch does not tag them.
-    **dict.fromkeys(("native_dropout", "alpha_dropout", "rrelu", "selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "bernoulli"), _any),
+    **dict.fromkeys(("native_dropout", "alpha_dropout", "selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "bernoulli"), _any),
     **dict.fromkeys(("rand_like", "randn_like", "randint_like", "floor_divide", "fill", "copy", "softshrink", "hardshrink", "threshold"), _any),
     **dict.fromkeys(("less", "greater", "not_equal", "nan_to_num", "clip", "square", "mish", "hardswish", "hardsigmoid", "logical_or"), _any),
 }

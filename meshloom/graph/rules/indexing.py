@@ -27,6 +27,7 @@ def _embedding(call: Call) -> Factors | None:
         sizes={"v": weight.shape[0], "d": weight.shape[1]} | {f"i{place}": size for place, size in enumerate(index.shape)},
         sums=frozenset({"v"}),
         whole=frozenset({"v"} | set(names) if scaled else ()),
+        in_one_run=frozenset({"v"}),
         linear=(frozenset({0}),),
         local=local,
     )

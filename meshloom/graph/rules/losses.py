@@ -27,7 +27,7 @@ def _cross_entropy(call: Call) -> Factors | None:
     out: Dims = ("n",) if reduction == 0 else ()
     return Factors(
         operands=(("n", "v"), ("n",)), outputs=(out,), sizes={"n": logits.shape[0], "v": logits.shape[1]},
-        whole=frozenset() if reduction == 0 else frozenset({"n"}), joins=frozenset({"v"}), local=local,
+        whole=frozenset() if reduction == 0 else frozenset({"n"}), joins=frozenset({"v"}), in_one_run=frozenset({"v"}), local=local,
     )  # fmt: skip
 
 

@@ -41,6 +41,20 @@ def _leading(count_whole: int) -> Rule:
     return rule
 
 
+def _spectrum(call: Call) -> Factors | None:
+    """fft and its like: the dims that are transformed stay whole."""
+    x, out = call.operands[0], call.outputs[0]
+    given = call.arguments.get("dim")
+    lengths = call.arguments.get("s")
+    if given is None or given == ():
+        along = set(range(len(x.shape) - (len(lengths) if lengths else len(x.shape)), len(x.shape)))
+    else:
+        along = set(call.dims("dim", len(x.shape)))
+    names: Dims = tuple(None if place in along else f"d{place}" for place in range(len(x.shape)))
+    sizes = {f"d{place}": out.shape[place] for place in range(len(x.shape)) if place not in along}
+    return Factors(operands=(names,), outputs=(names,), sizes=sizes, linear=(frozenset({0}),))
+
+
 def _windows(call: Call) -> Factors | None:
     """unfold: a dim becomes windows and what is in them; the others may be cut."""
     x = call.operands[0]
@@ -140,15 +154,24 @@ def _channel_dropout(call: Call) -> Factors | None:
 
 MORE: dict[str, Rule] = {
     **dict.fromkeys(
-        [f"{kind}_pool{count}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max", "_adaptive_avg") for count in (1, 2, 3)]
-        + ["max_pool2d_with_indices", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_bicubic2d"]
+        [f"{kind}_pool{count}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for count in (1, 2, 3)]
+        + [
+            "_adaptive_avg_pool2d",
+            "_adaptive_avg_pool3d",
+            "max_pool2d_with_indices",
+            "upsample_nearest1d",
+            "upsample_nearest2d",
+            "upsample_nearest3d",
+            "upsample_bilinear2d",
+            "upsample_bicubic2d",
+        ]
         + ["reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "_upsample_bilinear2d_aa"],
         _channels,
     ),
     **dict.fromkeys(("tril", "triu"), _leading(2)),
     **dict.fromkeys(("view_as_real",), _leading(0)),
     **dict.fromkeys(("view_as_complex",), _leading(1)),
-    **dict.fromkeys(("fft_fft", "fft_rfft", "fft_irfft", "fft_ifft", "fft_fft_whole"), _leading(1)),
+    **dict.fromkeys([f"fft_{way}{kind}{count}" for way in ("", "i") for kind in ("fft", "rfft") for count in ("", "2", "n")], _spectrum),
     "unfold": _windows,
     "lstm": _recurrent,
     "gru": _recurrent,

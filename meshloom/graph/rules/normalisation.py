@@ -17,7 +17,7 @@ def _over_last(call: Call) -> Factors | None:
     names: Dims = tuple(f"d{place}" if place < lead else None for place in range(len(shape)))
     others: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.operands[1:])
     return Factors(
-        operands=(names, *others), outputs=(names,) + ((None,) * len(shape),) * (len(call.outputs) - 1),
+        operands=(names, *others), outputs=(names,) * len(call.outputs),
         sizes={f"d{place}": shape[place] for place in range(lead)},
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshloom.graph.operators import convolution_of_nothing
 from meshloom.graph.rules.call import Call, Operand, Rule, tensor_arguments
 from meshloom.graph.rules.factors import Dims, Factors, Product, Sizes, factors_of_text
 
@@ -82,8 +83,10 @@ def _channels(label: str, groups: int, sizes: Mapping[str, int]) -> Any:
 
 
 def _with_groups(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
-    """Fewer groups where groups are cut."""
+    """Fewer groups where groups are cut; kernels want some channels."""
     groups = sizes.here["g"]
+    if not sizes.here["i"] or not sizes.here["o"]:
+        return convolution_of_nothing, (*args[:3], *(None,) * (3 - len(args[:3])), tuple(sizes.outputs[0])), {}
     if groups == sizes.whole["g"]:
         return target, args, kwargs
     names = [argument.name for argument in target._schema.arguments]

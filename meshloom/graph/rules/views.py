@@ -162,8 +162,15 @@ def _moved(call: Call, ndim: int) -> list[int]:
 
 
 def _squeeze(call: Call) -> Factors | None:
-    left, right, sizes = reshaped(call.operands[0].shape, call.outputs[0].shape)
-    return Factors(operands=(left,), outputs=(right,), sizes=sizes, linear=_FIRST)
+    """A part may have a single index where the whole has several, so the dims that go are named."""
+    shape = call.operands[0].shape
+    left, right, sizes = reshaped(shape, call.outputs[0].shape)
+    gone = tuple(place for place in call.dims("dim", len(shape)) if shape[place] == 1)
+
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        return torch.ops.aten.squeeze.dims, (args[0], gone), {}
+
+    return Factors(operands=(left,), outputs=(right,), sizes=sizes, linear=_FIRST, local=local)
 
 
 def _select(call: Call) -> Factors | None:

@@ -1,0 +1,85 @@
+"""Describes a job's model by shapes alone: its blocks, what they cost, and the memory of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from meshloom.cluster import Machine
+from meshloom.graph.cost import costs
+from meshloom.graph.nodes import Node
+from meshloom.graph.program import Program
+from meshloom.graph.shapes import capture_shapes
+from meshloom.job import Job
+from meshloom.planner.blocks import Block, blocks_of
+from meshloom.planner.memory import Memory, predict_memory
+from meshloom.state.samples import first_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What one step of a job on one device is made of, its batch being one chunk.
+
+    whole: the model as a block. unused: parameters that the loss does not use.
+    unpriced: operators that are not PyTorch's own and have no formula for their FLOPs, which count as 0.
+    memory: of a step; None where the optimizer cannot be run without values, which `no_memory` then says in one sentence.
+    machine: what seconds are predicted for; None: nothing was measured.
+    """
+
+    program: Program
+    whole: Block
+    batch_size: int
+    unused: tuple[str, ...]
+    unpriced: tuple[str, ...]
+    tied: Sequence[tuple[str, ...]]
+    memory: Memory | None
+    no_memory: str
+    machine: Machine | None
+
+
+def describe(job: Job, *, batch_size: int | None = None, machine: Machine | None = None) -> Description:
+    """Read the job's loss for its first batch. Raises `CaptureError` if it cannot be read, and what reading the data raises.
+
+    batch_size: samples of the batch; default: the job's.
+    """
+    (batch,) = first_batches(job, 1, batch_size)
+    modules: dict[str, str] = {}
+
+    def model() -> nn.Module:
+        built = job.model()
+        if isinstance(built, nn.Module):
+            modules.update({path: type(module).__name__ for path, module in built.named_modules(remove_duplicate=False)})
+        return built
+
+    program = capture_shapes(replace(job, model=model), batch)
+    memory, no_memory = _memory_of(program, job)
+    prices = costs(program)
+    whole = blocks_of(program, prices, modules, machine)
+    used = {ref.name for node in program.nodes for ref in node.operands()}
+    return Description(
+        program=program,
+        whole=whole,
+        batch_size=batch_size or job.batch_size,
+        unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
+        unpriced=tuple(dict.fromkeys(node.operator for node in program.nodes if _is_foreign(node) and not prices[node.name].flops)),
+        tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
+        memory=memory,
+        no_memory=no_memory,
+        machine=machine,
+    )
+
+
+def _memory_of(program: Program, job: Job) -> tuple[Memory | None, str]:
+    try:
+        return predict_memory(program, job.optimizer), ""
+    except Exception as error:  # the user's optimizer may do anything, and only memory is lost with it
+        first = (str(error).strip() or "no message").splitlines()[0]
+        return None, f"the optimizer cannot be stepped without values ({type(error).__name__}: {first})"
+
+
+def _is_foreign(node: Node) -> bool:
+    """Whether the operator is of another library's making."""
+    namespace = getattr(node.target, "namespace", "aten")
+    return namespace not in ("aten", "prims", "_operator")

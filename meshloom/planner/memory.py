@@ -1,0 +1,105 @@
+"""Memory of one training step on one device, by kind; predicted from the program alone, before anything runs.
+
+    parameters, optimizer, buffers, batch    ________________________________________________   there all the time
+    kept activations                          /‾‾‾‾‾‾‾‾\\
+    gradients                                /          \\______/‾‾‾‾‾‾‾‾‾
+                                             forward    backward    update
+
+The step is run on fake tensors: same operators, same autograd, same optimizer, no memory. Every piece of memory that would be made is
+noted with the moment when it would be freed, so the peak is that of the real step up to what operators use inside of themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from meshloom.errors import PlanError
+from meshloom.graph.program import Program
+from meshloom.job import NamedParameters
+from meshloom.planner.fake_step import FakeStep
+
+PHASES = ("forward", "backward", "update", "publish")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device in a training step that is not the first: the optimizer has its state.
+
+    parameters, buffers: of the model.
+    gradients: of all parameters when backward is done, with buckets for their exchange.
+    optimizer: its state. batch: the tensors of the step's chunks that lie on the device.
+    kept: what is there when a chunk's forward is done that was not there before: activations for its backward.
+    temporaries: what else is there at the peak, the program's constants among it.
+    peaks: phase -> most bytes at one time in it. publish: sending updated parameters, where each rank updates a part.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    batch: int
+    kept: int
+    temporaries: int
+    peaks: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peaks", MappingProxyType(dict(self.peaks)))
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at one time in the step."""
+        return max(self.peaks.values())
+
+    @property
+    def phase(self) -> str:
+        """In which that is."""
+        return max(self.peaks, key=lambda phase: self.peaks[phase])
+
+
+def predict_memory(
+    program: Program,
+    optimizer: Callable[[NamedParameters], Any],
+    *,
+    microbatches: int = 1,
+    dp: int = 1,
+    zero: int = 0,
+) -> Memory:
+    """Memory of a step of `program`, which is that of one chunk, on each of `dp` devices.
+
+    optimizer: the job's function, given parameters without values. microbatches: chunks per device and step.
+    zero: 1 divides the optimizer's state over the devices, which is exact for optimizers that update each element by itself. Of the
+    exchange, the flat buckets of gradients and parameters are counted (without their padding), not what the transport itself needs.
+    """
+    if microbatches < 1 or dp < 1 or zero not in (0, 1):
+        raise PlanError(f"Memory is predicted for microbatches >= 1, dp >= 1 and zero 0 or 1, not microbatches={microbatches}, dp={dp}, zero={zero}.")
+    step = FakeStep(program, optimizer, microbatches=min(microbatches, 2), bucketed=dp > 1)  # from the second on they are all alike
+    divided = dp if zero else 1
+    buckets = (step.trainable_bytes if dp > 1 else 0) + (-(-step.trainable_bytes // dp) if zero and dp > 1 else 0)
+    state = -(-step.optimizer_bytes // divided)
+    held = program.inputs if program.device.type != "cpu" else program.inputs * microbatches  # other devices get one chunk at a time
+    batch = sum(_num_bytes(each.meta) for each in held)
+    standing = step.parameter_bytes + step.buffer_bytes + step.constant_bytes + state + batch + buckets
+    peaks = {phase: standing + num_bytes for phase, num_bytes in step.peaks.items()}
+    if divided > 1:
+        peaks["publish"] = standing + -(-step.parameter_bytes // dp)  # each rank's part is copied to be sent
+    phase = max(peaks, key=lambda each: peaks[each])
+    return Memory(
+        parameters=step.parameter_bytes,
+        gradients=step.gradient_bytes + buckets,
+        optimizer=state,
+        buffers=step.buffer_bytes,
+        batch=batch,
+        kept=step.kept_bytes,
+        temporaries=step.temporaries.get(phase, peaks[phase] - standing) + step.constant_bytes,
+        peaks=peaks,
+    )
+
+
+def _num_bytes(meta: Any) -> int:
+    count = 1
+    for size, stride in zip(meta.shape, meta.stride, strict=True):
+        count *= size if stride or not size else 1
+    return count * meta.dtype.itemsize

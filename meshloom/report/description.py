@@ -1,0 +1,194 @@
+"""A description as a table of blocks, and as records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from meshloom.planner.blocks import Block, rows_of
+from meshloom.planner.describe import Description
+from meshloom.planner.memory import Memory
+from meshloom.report.machine import age, duration
+
+NAMES = 3  # of a list of parameters
+
+
+def print_description(description: Description, console: Console, depth: int | None = None) -> None:
+    """What is described, a row for every block, totals, and what is particular. depth: levels of blocks."""
+    _line(console, _headline(description))
+    columns = _columns(description)
+    table = _table(description, depth, columns)
+    for rank in (3, 2, 1):
+        if Measurement.get(console, console.options.update_width(1000), table).maximum > console.width:
+            table = _table(description, depth, [column for column in columns if column.dispensable < rank])
+    console.print(table)
+    for line in _remarks(description):
+        _line(console, line)
+
+
+def description_records(description: Description, depth: int | None = None) -> list[dict[str, Any]]:
+    """The model, a record for each row of the table, and the totals; bytes, FLOPs and seconds as plain numbers."""
+    program, whole = description.program, description.whole
+    about = {
+        "model": whole.module,
+        "batch_size": description.batch_size,
+        "inputs": {each.name: {"shape": each.meta.shape, "dtype": _dtype(each.meta.dtype)} for each in program.inputs},
+        "training": program.training,
+        "unused": description.unused,
+        "unpriced": description.unpriced,
+        "tied": description.tied,
+        "machine": description.machine.name if description.machine else None,
+    }
+    rows = [{"event": "block", "level": level, **_record(block)} for level, block in rows_of(whole, depth)]
+    memory = [{"event": "memory", **_memory_record(description.memory), "phase": description.memory.phase}] if description.memory else []
+    return [{"event": "model", **about}, *rows, {"event": "total", **_record(whole)}, *memory]
+
+
+def quantity(number: float) -> str:
+    """Three digits and a prefix.
+
+    >>> quantity(0), quantity(1234), quantity(175e9), quantity(2.4e15)
+    ('0', '1.23k', '175G', '2.4P')
+    """
+    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit * 0.9995:
+            return f"{number / limit:.3g}{unit}" if number < 999.5 * limit else f"{number / limit:.0f}{unit}"
+    return f"{number:.3g}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes, three digits and a unit.
+
+    >>> size(0), size(2048), size(1500 * 2**20), size(700 * 2**30)
+    ('0', '2 KiB', '1.46 GiB', '700 GiB')
+    """
+    for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 2**exponent * 0.9995:
+            scaled = num_bytes / 2**exponent
+            return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{scaled:.0f} {unit}"
+    return f"{num_bytes:.0f} B" if num_bytes else "0"
+
+
+def _headline(description: Description) -> str:
+    program, whole = description.program, description.whole
+    inputs = ", ".join(f"{each.name} {each.meta}" if each.name else str(each.meta) for each in program.inputs)
+    dtypes = ", ".join(dict.fromkeys(_dtype(each.meta.dtype) for each in program.parameters.values()))
+    samples = f"{description.batch_size} sample{'s' * (description.batch_size > 1)}"
+    return f"{whole.module}: {whole.parameters:,} parameters ({size(whole.parameter_bytes)}, {dtypes}); {samples} ({inputs}); {whole.operators:,} operators"
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: str
+    text: Callable[[Block], str]
+    right: bool = True
+    dispensable: int = 0  # the highest go first where the terminal is narrow
+
+
+def _table(description: Description, depth: int | None, columns: Sequence[_Column]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.heading, justify="right" if column.right else "left", no_wrap=True)
+    for level, block in rows_of(description.whole, depth):
+        name = f"{'  ' * (level - 1)}{block.name}{f'  x{block.count}' if block.count > 1 else ''}"
+        table.add_row(*(column.text(replace(block, name=name)) for column in columns))
+    table.add_row(*(column.text(replace(description.whole, name="total")) for column in columns))
+    return table
+
+
+def _columns(description: Description) -> list[_Column]:
+    whole = description.whole
+    work = lambda block: block.flops + block.backward_flops  # noqa: E731
+    seconds = lambda block: block.seconds.total if block.seconds else 0.0  # noqa: E731
+    columns = [
+        _Column("block", lambda block: block.name, right=False),
+        _Column("class", lambda block: block.module, right=False, dispensable=3),
+        _Column("parameters", lambda block: quantity(block.parameters) if block.parameters else ""),
+        _Column("", lambda block: _share(block.parameters, whole.parameters), dispensable=2),
+        _Column("activations", lambda block: size(block.kept_bytes) if block.kept_bytes else ""),
+        _Column("", lambda block: _share(block.kept_bytes, whole.kept_bytes), dispensable=2),
+        _Column("FLOPs", lambda block: quantity(block.flops) if block.flops else ""),
+        _Column("backward", lambda block: quantity(block.backward_flops) if block.backward_flops else "", dispensable=1),
+        _Column("", lambda block: _share(work(block), work(whole))),
+    ]
+    if description.machine:
+        columns += [
+            _Column("predicted", lambda block: duration(seconds(block)) if seconds(block) else ""),
+            _Column("", lambda block: _share(seconds(block), seconds(whole)), dispensable=1),
+        ]
+    return columns
+
+
+def _share(part: float, whole: float) -> str:
+    """In percent; what is there but less than one half is said to be.
+
+    >>> _share(1, 3), _share(1, 1000), _share(0, 5)
+    ('33%', '<1%', '')
+    """
+    if not part or not whole:
+        return ""
+    return f"{part / whole:.0%}" if part / whole >= 0.005 else "<1%"
+
+
+def _remarks(description: Description) -> list[str]:
+    whole, machine, memory = description.whole, description.machine, description.memory
+    lines = ["activations: what is kept from forward to backward, of this batch in one chunk; each memory once, at the first block that keeps it"]
+    if memory:
+        kinds = {name.replace("kept", "activations"): num_bytes for name, num_bytes in _memory_record(memory).items() if num_bytes}
+        of_kinds = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in kinds.items() if name != "peak")
+        lines.append(f"memory of a step on one device: {size(memory.peak)} at its peak, in the {memory.phase}: {of_kinds}")
+    else:
+        lines.append(f"memory of a step is not known: {description.no_memory}")
+    if machine and whole.seconds:
+        lines.append(
+            f"predicted: {duration(whole.seconds.forward)} forward, {duration(whole.seconds.backward)} backward on one rank of {machine.name} "
+            f"({machine.device}), without optimizer and exchange; calibrated {age(time.time() - machine.measured_at)}"
+        )
+    else:
+        lines.append("predicted seconds: this machine is not measured yet; meshloom calibrate does that in 10 s")
+    lines += [f"tied: {_some(names, ' = ')}" for names in description.tied[:NAMES]]
+    if len(description.tied) > NAMES:
+        lines.append(f"tied: {len(description.tied) - NAMES} more")
+    if description.unpriced:
+        lines.append(f"FLOPs not known, counted as 0: {', '.join(description.unpriced)}")
+    if description.unused:
+        lines.append(f"not used by the loss: {_some(description.unused, ', ')}")
+    return lines
+
+
+def _some(names: Sequence[str], between: str) -> str:
+    """The first few, and how many more.
+
+    >>> _some("abcde", ", "), _some("ab", " = ")
+    ('a, b, c and 2 more', 'a = b')
+    """
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return f"{between.join(names[:NAMES])}{more}"
+
+
+def _record(block: Block) -> dict[str, Any]:
+    seconds = {"forward_seconds": block.seconds.forward, "backward_seconds": block.seconds.backward} if block.seconds else {}
+    return {
+        "block": block.path, "class": block.module, "count": block.count, "parameters": block.parameters, "parameter_bytes": block.parameter_bytes,
+        "kept_bytes": block.kept_bytes, "flops": block.flops, "backward_flops": block.backward_flops, "operators": block.operators, **seconds,
+    }  # fmt: skip
+
+
+def _memory_record(memory: Memory) -> dict[str, int]:
+    """Bytes by kind; those of a kind are its most, so they may add up to more than the peak."""
+    kinds = ("parameters", "gradients", "optimizer", "buffers", "batch", "kept", "temporaries", "peak")
+    return {kind: int(getattr(memory, kind)) for kind in kinds}
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,95 @@
+"""State of divided parameters, gathered for a checkpoint: each rank leaves with a contiguous piece of every whole tensor.
+
+    parts over tp, slices over dp      whole on every rank, one tensor at a time      pieces, one per rank
+    [ a a ] [ b b ]                    [ a a b b ]                                    [ a ] [ a ] [ b ] [ b ]
+    [ a a ] [ b b ]                    [ a a b b ]
+
+So a checkpoint looks the same under every plan, and holding its pieces takes no more memory than the state itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import collect
+from meshloom.graph.placement import even_parts
+from meshloom.state.layout import Piece
+from meshloom.state.optimizer_state import StatePart
+from meshloom.state.shards import Shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """What a rank saves of the whole tensors, and the bytes that it handed to all_gather along each axis for it."""
+
+    pieces: list[Piece]
+    bytes_dp: int
+    bytes_tp: int
+
+
+def whole_pieces(parts: Sequence[StatePart], shards: Shards, owners: Group | None, world: Group, device: torch.device) -> Steps[Gathered]:
+    """This rank's pieces of the whole state tensors that all ranks' `parts` make. Every rank calls it.
+
+    owners: the ranks along dp among which the parts are sliced; None: each has all of its part. world: all ranks, for what they agree on first:
+    a rank that holds nothing of a parameter does not know its state. device: where the groups' tensors lie.
+    """
+    everyone = yield from collect(world, [[each.key, each.held.name, str(each.tensor.dtype).removeprefix("torch.")] for each in parts])
+    known: dict[str, tuple[str, torch.dtype]] = {key: (name, getattr(torch, dtype)) for rank in everyone for key, name, dtype in rank}
+    mine = {each.key: each for each in parts}
+    assert len(mine) == len(parts), "a rank owns one slice of a parameter"
+    spans: list[list[list[int]]] = []  # [owner][tensor]
+    if owners is not None and known:
+        spans = yield from _spans(owners, [mine.get(key) for key in known], device)
+    pieces: list[Piece] = []
+    for number, (key, (name, dtype)) in enumerate(known.items()):
+        divided = shards.pieces[name]
+        flat = mine[key].tensor if key in mine else torch.empty(0, dtype=dtype, device=device)
+        if owners is not None:
+            flat = yield from _joined(owners, flat, [rank[number] for rank in spans], divided.num_elements(shards.rank))
+        whole = yield from shards.gather(name, flat.view(divided.local_shape(shards.rank)))
+        share = shards.rank if owners is None else owners.rank * shards.size + shards.rank
+        start, stop = even_parts(whole.numel(), shards.size * (owners.size if owners else 1))[share]
+        if start < stop:
+            pieces.append(Piece(key, whole.reshape(-1)[start:stop].clone(), start, stop, divided.shape))
+    slices = [(dtype, [rank[number] for rank in spans]) for number, (_, dtype) in enumerate(known.values())] if spans else []
+    return Gathered(
+        pieces=pieces,
+        bytes_dp=sum(16 + _longest(each) * dtype.itemsize for dtype, each in slices),
+        bytes_tp=sum(shards.gather_bytes(name, dtype) for name, dtype in known.values()),
+    )
+
+
+def _spans(owners: Group, mine: Sequence[StatePart | None], device: torch.device) -> Steps[list[list[list[int]]]]:
+    """Start and stop of what each owner has of each tensor: [owner][tensor]."""
+    here = torch.tensor([[each.held.start, each.held.stop] if each else [0, 0] for each in mine], dtype=torch.int64, device=device)
+    everyone = here.new_empty(owners.size * here.numel())
+    work = owners.all_gather(everyone, here.view(-1))
+    yield
+    work.wait()
+    return everyone.view(owners.size, len(mine), 2).tolist()
+
+
+def _joined(owners: Group, flat: Tensor, spans: Sequence[Sequence[int]], num_elements: int) -> Steps[Tensor]:
+    """A rank's part [num_elements], of the slices that its owners have of it."""
+    longest = _longest(spans)  # an all_gather takes the same size from all
+    padded = flat.new_zeros(longest)
+    padded[: flat.numel()] = flat
+    everyone = flat.new_empty(owners.size * longest)
+    work = owners.all_gather(everyone, padded) if longest else None
+    yield
+    if work is not None:
+        work.wait()
+    joined = flat.new_zeros(num_elements)
+    for row, (start, stop) in zip(everyone.view(owners.size, longest), spans, strict=True):
+        joined[start:stop] = row[: stop - start]
+    return joined
+
+
+def _longest(spans: Sequence[Sequence[int]]) -> int:
+    return max(stop - start for start, stop in spans)

@@ -1,0 +1,289 @@
+"""One operator on all ranks, in every way that its rule allows, against the undivided call: forward, backward, and what it writes in place.
+
+The oracle knows of a placement only which indices each rank holds; values and gradients follow from the table in `placement.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from meshloom.graph.axes import Axis, concatenation, product, unify
+from meshloom.graph.calls import keyed
+from meshloom.graph.choose import Choice
+from meshloom.graph.contexts import Context
+from meshloom.graph.cuts import Numbers, candidates, numbers_of, pieces_of
+from meshloom.graph.draws import CountDraws
+from meshloom.graph.layout import Layout, layout_of
+from meshloom.graph.lockstep import run_in_lockstep
+from meshloom.graph.nodes import Meta, Node, Ref, Variable, refs_in
+from meshloom.graph.partition import partition
+from meshloom.graph.pieces import Pieces
+from meshloom.graph.placement import PARTIAL, Cut, Part, Placement
+from meshloom.graph.program import Program
+from meshloom.graph.rules.table import Rules
+from meshloom.graph.strategies import Strategy, strategies_of
+from meshloom.random import seed_everything
+from tests.rule_calls import Chance, OneCall
+
+TOLERANCE = 1e-9  # float64; sums of a few hundred terms in another order, some of them through square roots and logarithms
+SEED = 5
+
+Index = list[Tensor]  # the indices of each dim that a rank holds
+
+
+class Checked:
+    """What was tried. cut: rule's label -> in how many ways of computing it was cut."""
+
+    def __init__(self) -> None:
+        self.ways = 0
+        self.with_cuts = 0
+        self.partial = 0
+        self.labels: Counter[str] = Counter()
+
+
+def check_call(one: OneCall, rules: Rules, num_ranks: int, chance: Chance, checked: Checked) -> None:
+    """Compare every way in which `num_ranks` ranks can compute a call. Raises AssertionError naming the way that differs."""
+    program, operands = _program_of(one)
+    layout = layout_of(program, rules)
+    _give_parts(layout, chance)
+    numbers = numbers_of(layout)
+    cuts: dict[int, list[Cut]] = {}
+    for cut in candidates(layout, numbers, num_ranks):
+        for number in cut.parts:
+            cuts.setdefault(number, []).append(cut)
+    whole = _Whole(one, operands, [each.meta.requires_grad for each in program.parameters.values()], chance)
+    for strategy in strategies_of(program.nodes[0], layout, numbers, cuts):
+        try:
+            _check(whole, strategy, layout, numbers, num_ranks, chance)
+        except Exception as error:
+            where = ", ".join(map(str, strategy.operands))
+            shapes = [list(each.shape) for each in operands]
+            text = f"{program.nodes[0].operator} {program.nodes[0].args} {dict(program.nodes[0].kwargs)} of {shapes}, {num_ranks} ranks, ({where})"
+            text += f" -> {strategy.output}, cut {dict(strategy.cut.parts) if strategy.cut else None} of axes {layout.values}"
+            raise AssertionError(f"{text}: {error}") from error
+        checked.ways += 1
+        checked.partial += strategy.output == PARTIAL
+        checked.with_cuts += strategy.cut is not None
+        mapped = layout.mapped.get(program.nodes[0].name)
+        if mapped is not None and strategy.cut is not None:
+            checked.labels.update(label for label, axis in mapped.labels.items() if numbers.leaves(axis) & strategy.cut.parts.keys())
+
+
+def _program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
+    """A program of one node, whose tensors are parameters."""
+    operands: list[Tensor] = []
+
+    def refer(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            operands.append(value)
+            return Ref(f"x{len(operands) - 1}")
+        return tuple(map(refer, value)) if isinstance(value, tuple | list) else value
+
+    args, kwargs = refer(one.args), {key: refer(value) for key, value in one.kwargs.items()}
+    with CountDraws() as draws:
+        outputs = [each for each in tree_leaves(one.target(*_cloned(one.args), **_cloned(one.kwargs))) if isinstance(each, Tensor)]
+    written = {place for place, argument in enumerate(one.target._schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write}
+    updated = {each.name for place in written if place < len(args) and isinstance(each := args[place], Ref)}
+    fixed = {ref.name for argument, value in zip(one.target._schema.arguments, args, strict=False) if argument.name in one.fixed for ref in refs_in(value)}
+    graded = [(each.is_floating_point() or each.is_complex()) and f"x{place}" not in fixed for place, each in enumerate(operands)]
+    variables = {
+        f"x{place}": Variable(value=f"x{place}", name=f"x{place}", meta=_meta(each, graded[place])) for place, each in enumerate(operands)
+    }
+    context = Context()
+    metas = tuple(_meta(each, (each.is_floating_point() or each.is_complex()) and any(graded)) for each in outputs)
+    node = Node(
+        name="y", target=one.target, args=args, kwargs=kwargs, context=context, path="", line=None,
+        draw=0 if draws.count else None, num_draws=draws.count, outputs=metas,
+    )  # fmt: skip
+    program = Program(
+        parameters=variables, buffers={}, constants={}, inputs=(), nodes=(node,), outputs=(), out_spec=tree_flatten(())[1], updates={},
+        in_place=frozenset(updated), device=torch.device("cpu"), training=True,
+    )  # fmt: skip
+    return program, operands
+
+
+def _meta(tensor: Tensor, graded: bool) -> Meta:
+    return Meta(shape=tuple(tensor.shape), dtype=tensor.dtype, stride=tuple(tensor.stride()), requires_grad=graded)
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple | list):
+        return type(value)(map(_cloned, value))
+    return {key: _cloned(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _give_parts(layout: Layout, chance: Chance) -> None:
+    """Make some axes products and concatenations, as they are where other operators reshape them and cut them up."""
+    leaves = list(dict.fromkeys(leaf.root for tensors in layout.values.values() for axes in tensors for axis in axes for leaf in axis.leaves()))
+    for leaf in leaves:
+        if leaf.kind is not None or leaf.size < 3 or chance.random.random() < 0.5:
+            continue
+        divisors = [each for each in range(2, leaf.size) if leaf.size % each == 0]
+        if divisors and chance.yes():
+            first = chance.one(*divisors)
+            unify(leaf, product([Axis(first), Axis(leaf.size // first)]))
+        else:
+            unify(leaf, concatenation([Axis(size) for size in chance.cut_up(leaf.size, 2)]))
+
+
+class _Whole:
+    """The undivided call: its results, what it leaves in its operands, and gradients for random gradients of its results."""
+
+    def __init__(self, one: OneCall, operands: Sequence[Tensor], graded: Sequence[bool], chance: Chance) -> None:
+        self.one = one
+        self.operands = [each.detach().clone() for each in operands]
+        self.used = [each.clone().requires_grad_(wanted) for each, wanted in zip(self.operands, graded, strict=True)]
+        taken = iter(self.used)
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return next(taken)
+            return type(value)(map(fill, value)) if isinstance(value, tuple | list) else value
+
+        args, kwargs = fill(one.args), {key: fill(value) for key, value in one.kwargs.items()}
+        seed_everything(SEED)
+        result = keyed(one.target, *args, **kwargs)
+        self.results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        self.cotangents = [chance.normal(*each.shape).to(each.dtype) if each.requires_grad else None for each in self.results]
+        pairs = [(each, given) for each, given in zip(self.results, self.cotangents, strict=True) if given is not None]
+        if pairs:
+            torch.autograd.backward([each for each, _ in pairs], [given for _, given in pairs])
+        self.gradients = [each.grad for each in self.used]
+
+
+def _check(whole: _Whole, strategy: Strategy, layout: Layout, numbers: Numbers, num_ranks: int, chance: Chance) -> None:
+    ranks = range(num_ranks)
+    node = layout.program.nodes[0]
+    choice = Choice(
+        num_ranks=num_ranks, layout=layout, numbers=numbers, strategies={node.name: strategy},
+        variables={ref.name: placement for ref, placement in zip(node.operands(), strategy.operands, strict=True)},
+        seconds=0.0, chosen=(),
+    )  # fmt: skip
+    held = [_indices(layout.values[ref.name][0], placement, numbers, num_ranks) for ref, placement in zip(node.operands(), strategy.operands, strict=True)]
+    parts = [
+        [each.requires_grad_(used.requires_grad) for each in _given(tensor, placement, index, chance)]
+        for tensor, used, placement, index in zip(whole.operands, whole.used, strategy.operands, held, strict=True)
+    ]
+    parameters = [{ref.name: parts[place][rank] for place, ref in enumerate(node.operands())} for rank in ranks]
+    made = partition(choice)
+    seen: list[list[Any]] = []
+    seed_everything(SEED)
+    run_in_lockstep(made.programs, parameters, [{} for _ in ranks], (), visit=lambda _, results: seen.append(results))
+    results = [[each for each in tree_leaves(result) if isinstance(each, Tensor)] for result in seen[0]]
+    graded: list[tuple[Tensor, Tensor]] = []
+    for place, (full, cotangent) in enumerate(zip(whole.results, whole.cotangents, strict=True)):
+        index = _indices(layout.values[node.name][place], strategy.output, numbers, num_ranks)
+        found = [results[rank][place] for rank in ranks]
+        for rank in ranks:
+            told = made.programs[rank].nodes[0].outputs[place].shape
+            assert tuple(found[rank].shape) == told, f"rank {rank} has {list(found[rank].shape)}, and its program says {list(told)}"
+        if whole.one.determined:
+            _compare_value(found, full, strategy.output, index, f"result {place}")
+        if cotangent is not None:
+            given = _gradients(cotangent, strategy.output, index, chance)
+            graded += [(each, gradient) for each, gradient in zip(found, given, strict=True) if each.requires_grad]
+    if graded:
+        torch.autograd.backward([each for each, _ in graded], [gradient for _, gradient in graded])
+    precision = min((torch.finfo(each.dtype).bits for each in whole.results if each.requires_grad), default=64)
+    for place, (used, gradient) in enumerate(zip(whole.used, whole.gradients, strict=True)):
+        _compare_value([parts[place][rank] for rank in ranks], used, strategy.operands[place], held[place], f"operand {place} afterwards")
+        if used.requires_grad:
+            expected = gradient if gradient is not None else torch.zeros_like(used)
+            found = [each.grad if each.grad is not None else torch.zeros_like(each) for each in parts[place]]
+            _compare_gradient(found, expected, strategy.operands[place], held[place], f"gradient of operand {place}", precision)
+
+
+def _indices(axes: Sequence[Axis], placement: Placement, numbers: Numbers, num_ranks: int) -> list[Index]:
+    """rank -> the indices that it holds."""
+    pieces: Pieces = pieces_of(tuple(axes), placement.cut if isinstance(placement, Part) else None, numbers, num_ranks)
+    every = [torch.arange(size) for size in pieces.shape]
+    return [
+        [
+            index if runs is None else torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(*each) for each in runs)])
+            for index, runs in zip(every, row, strict=True)
+        ]
+        for row in pieces.held
+    ]
+
+
+def _selected(tensor: Tensor, index: Index) -> Tensor:
+    for dim, each in enumerate(index):
+        tensor = tensor.index_select(dim, each)
+    return tensor
+
+
+def _added(into: Tensor, index: Index, part: Tensor) -> None:
+    if index:
+        into[torch.meshgrid(*index, indexing="ij")] += part
+    else:
+        into += part
+
+
+def _addends(tensor: Tensor, count: int, chance: Chance) -> list[Tensor]:
+    made = [chance.normal(*tensor.shape).to(tensor.dtype) for _ in range(count - 1)]
+    return [*made, tensor - sum(made)]
+
+
+def _given(tensor: Tensor, placement: Placement, held: list[Index], chance: Chance) -> list[Tensor]:
+    """What the ranks hold of a value."""
+    if placement == PARTIAL:
+        return _addends(tensor, len(held), chance)
+    return [_selected(tensor, index).clone() for index in held]
+
+
+def _gradients(gradient: Tensor, placement: Placement, held: list[Index], chance: Chance) -> list[Tensor]:
+    """What the ranks are given as gradient: all of it, or (of parts) addends wherever several ranks hold an index."""
+    if not isinstance(placement, Part):
+        return [gradient.clone() for _ in held]
+    holders = torch.zeros(gradient.shape, dtype=torch.long)
+    for index in held:
+        _added(holders, index, torch.ones_like(_selected(holders, index)))
+    left, remaining = holders.clone(), gradient.clone()
+    given: list[Tensor] = []
+    for index in held:
+        mine, last = _selected(remaining, index), _selected(left, index) == 1
+        each = torch.where(last, mine, chance.normal(*mine.shape).to(mine.dtype))
+        given.append(each)
+        _added(remaining, index, -each)
+        _added(left, index, -torch.ones_like(last, dtype=torch.long))
+    return given
+
+
+def _compare_value(found: list[Tensor], whole: Tensor, placement: Placement, held: list[Index], what: str) -> None:
+    if placement == PARTIAL:
+        _same(sum(each.detach() for each in found), whole, what)
+        return
+    for rank, (each, index) in enumerate(zip(found, held, strict=True)):
+        _same(each, _selected(whole, index), f"{what} on rank {rank}")
+
+
+def _compare_gradient(found: list[Tensor], whole: Tensor, placement: Placement, held: list[Index], what: str, bits: int) -> None:
+    if isinstance(placement, Part):
+        total = torch.zeros_like(whole)
+        for each, index in zip(found, held, strict=True):
+            _added(total, index, each)
+        _same(total, whole, what, bits)
+        return
+    for rank, each in enumerate(found):
+        _same(each, whole, f"{what} on rank {rank}", bits)
+
+
+def _same(one: Any, other: Tensor, what: str, bits: int = 64) -> None:
+    one, other = one.detach(), other.detach()
+    assert one.shape == other.shape, f"{what}: {list(one.shape)} and not {list(other.shape)}"
+    if not (other.is_floating_point() or other.is_complex()):
+        assert torch.equal(one, other), f"{what} differs"
+        return
+    if not other.numel():
+        return
+    tolerance = TOLERANCE if min(bits, torch.finfo(other.dtype).bits) == 64 else 1e-5
+    close = torch.isclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert close.all(), f"{what} differs by {float((one - other).abs().nan_to_num().max()):.1e}"

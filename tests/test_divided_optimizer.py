@@ -1,0 +1,257 @@
+"""The one optimizer path over parameters that are divided along tp does what the user's own loop does on one device."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shards_world import Grid, one_device, pieces_of_net
+from test_optimizer import BUILDS, assert_equal, job
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.exchange.alone import Alone
+from meshloom.graph.capture import capture_module
+from meshloom.graph.choose import Rates, choose
+from meshloom.graph.layout import layout_of
+from meshloom.graph.lockstep import run_in_lockstep
+from meshloom.graph.partition import Partition, partition
+from meshloom.graph.pieces import place, take
+from meshloom.graph.rules.table import BUILT_IN
+from meshloom.job import Job, NamedParameters
+from meshloom.state.optimizer import Updater
+from meshloom.state.shards import Shards
+
+STEPS = 3
+PLANS = [(1, 2, 0), (1, 4, 0), (2, 2, 0), (2, 3, 1), (3, 2, 1)]  # dp, tp, zero
+SOME = ["momentum", "AdamW", "initial state", "Adafactor", "muon and adamw", "trust ratio", "together", "own list", "decay groups"]
+
+
+def scheduled(name: str, **settings: Any) -> Job:
+    schedule: Any = lambda made: [lr_scheduler.CosineAnnealingLR(each, 10) for each in (made if isinstance(made, list) else [made])]  # noqa: E731
+    return job(BUILDS[name], scheduler=schedule, **settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", SOME)
+def test_every_optimizer_does_what_it_does_on_one_device(name: str, plan: tuple[int, int, int]):
+    dp, tp, zero = plan
+    the_job = scheduled(name)
+    expected, _ = one_device(the_job, dp, STEPS)
+    grid = Grid(the_job, dp, tp, zero, seed=tp + dp)
+    for step in range(STEPS):
+        assert grid.step(step) == [None] * (dp * tp)
+    assert_equal(grid.parameters(), expected, "parts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", list(BUILDS))
+def test_every_optimizer_on_more_divisions(name: str, plan: tuple[int, int, int], seed: int):
+    dp, tp, zero = plan
+    the_job = job(BUILDS[name], clip_grad_norm=0.3)
+    expected, _ = one_device(the_job, dp, STEPS)
+    grid = Grid(the_job, dp, tp, zero, seed)
+    for step in range(STEPS):
+        grid.step(step)
+    for each, value in grid.parameters().items():
+        torch.testing.assert_close(value, expected[each], rtol=1e-10, atol=1e-12)  # the norm's sum has another order
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("largest", [0.05, 1e6])
+def test_clipping_counts_every_element_once(largest: float, plan: tuple[int, int, int]):
+    dp, tp, zero = plan
+    the_job = job(BUILDS["AdamW"], clip_grad_norm=largest)
+    expected, norms = one_device(the_job, dp, STEPS)
+    grid = Grid(the_job, dp, tp, zero, seed=1)
+    for step in range(STEPS):
+        found = grid.step(step)
+        assert len(set(found)) == 1  # to the bit
+        assert found[0] == pytest.approx(norms[step], rel=1e-12)  # order of the sum
+    for name, each in grid.parameters().items():
+        torch.testing.assert_close(each, expected[name], rtol=1e-10, atol=1e-12)
+    for counted, updater in zip(grid.counted, grid.updaters, strict=True):
+        assert counted["tp"] == {"all_reduce": 8} == updater.bytes_per_step("tp")
+        assert counted["dp"] == ({"all_reduce": 8} if zero else {}) == updater.bytes_per_step("dp")
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_bytes_are_predicted_and_state_is_divided(plan: tuple[int, int, int]):
+    dp, tp, zero = plan
+    for name in ("muon and adamw", "trust ratio", "together"):
+        grid = Grid(job(BUILDS[name]), dp, tp, zero, seed=2)
+        for step in range(2):
+            grid.step(step)
+            for counted, updater in zip(grid.counted, grid.updaters, strict=True):
+                for axis in ("dp", "tp"):
+                    once = updater.bytes_once(axis) if step == 0 else {}
+                    per_step = updater.bytes_per_step(axis)
+                    predicted = {kind: per_step.get(kind, 0) + once.get(kind, 0) for kind in (*per_step, *once)}
+                    assert {kind: count for kind, count in counted[axis].items() if count} == {
+                        kind: count for kind, count in predicted.items() if count
+                    }
+        assert any(counted["tp"] for counted in grid.counted)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "trust ratio", "muon and adamw"])
+def test_state_of_divided_parameters_is_divided(name: str, plan: tuple[int, int, int]):
+    dp, tp, zero = plan
+    grid = Grid(job(BUILDS[name]), dp, tp, zero, seed=2)
+    divided = {each: pieces for each, pieces in pieces_of_net(tp, 2).items() if not pieces.is_whole}
+    held = [sum(each.tensor.numel() for held in updater._held for each in held if each.name in divided) for updater in grid.updaters]
+    total = sum(math.prod(pieces.shape) for pieces in divided.values())
+    parts = sum(pieces.num_elements(rank) for pieces in divided.values() for rank in range(tp))  # with what several ranks hold
+    copies = 1 if zero else dp
+    if name == "trust ratio":
+        assert sum(held) == total * copies
+    elif name == "AdamW":
+        assert sum(held) == parts * copies
+    assert max(held) <= 0.7 * total  # parts are uneven on purpose
+
+
+@pytest.mark.parametrize("name", ["AdamW", "initial state", "muon and adamw", "trust ratio"])
+def test_whole_parameters_are_let_go(name: str):
+    # Where no rank keeps a whole parameter the only ones left are parts; where one does, that one has it.
+    pieces = {each: parts for each, parts in pieces_of_net(2).items() if not parts.is_whole}
+    wholes: list[dict[str, weakref.ref[nn.Parameter]]] = []
+
+    def optimizer(named: NamedParameters) -> Any:
+        wholes.append({each: weakref.ref(parameter) for each, parameter in named if each in pieces})
+        return BUILDS[name](named)
+
+    grid = Grid(job(optimizer), 1, 2)
+    gc.collect()
+    for refs, updater in zip(wholes, grid.updaters, strict=True):
+        kept = {held.name for per_optimizer in updater._held for held in per_optimizer if held.shards is None}
+        assert {each for each, ref in refs.items() if ref() is not None} == kept & pieces.keys()
+    if name in ("AdamW", "initial state"):
+        assert all(ref() is None for refs in wholes for ref in refs.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("name", [name for name in SOME if name != "own list"])
+def test_a_checkpoint_goes_on_under_any_plan(name: str, zero: int, tmp_path: Path):
+    the_job = scheduled(name, clip_grad_norm=10.0)
+    first = Grid(the_job, 2, 2, zero, seed=3)
+    for step in range(2):
+        first.step(step)
+    rates = first.updaters[0].learning_rates()
+    directory = first.save(tmp_path / "first", 2)
+    for counted, updater, shards, model in zip(first.counted, first.updaters, first.shards, first.models, strict=True):
+        weights = shards.weights_bytes(model)
+        assert counted["tp"].get("all_gather", 0) == updater.bytes_per_save("tp").get("all_gather", 0) + weights
+        assert counted["dp"].get("all_gather", 0) == updater.bytes_per_save("dp").get("all_gather", 0)
+    first.step(2)
+    expected = first.parameters()
+    for dp, tp, zero2 in ((1, 3, 0), (1, 1, 0), (2, 2, zero), (3, 2, 1), (2, 1, 1)):
+        second = Grid(the_job, dp, tp, zero2, seed=4)
+        second.step(0)  # somewhere else, and back
+        second.load(directory)
+        assert all(each.learning_rates() == rates for each in second.updaters)
+        second.step(2)
+        for each, value in second.parameters().items():
+            torch.testing.assert_close(value, expected[each], rtol=1e-9, atol=1e-11, msg=lambda text, each=each: f"{each}: {text}")
+
+
+class Attending(nn.Module):
+    """Packed q, k, v with fewer key/value heads than ranks, a tied head, norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 12)
+        self.norm = nn.LayerNorm(12)
+        self.qkv = nn.Linear(12, (4 + 2 + 2) * 3, bias=False)  # the gradient of a key's bias is rounding alone
+        self.out = nn.Linear(12, 12)
+        self.up, self.down = nn.Linear(12, 17), nn.Linear(17, 12)
+        self.head = nn.Linear(12, 23)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        q, k, v = (part.unflatten(-1, (-1, 3)).transpose(1, 2) for part in self.qkv(self.norm(x)).split([12, 6, 6], -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return self.head(x + self.down(torch.tanh(self.up(x))))
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def built() -> Attending:
+    torch.manual_seed(5)
+    return Attending().double()
+
+
+def sentences(number: int) -> Tensor:
+    return torch.randint(23, (4, 33), generator=torch.Generator().manual_seed(number))
+
+
+@pytest.fixture(scope="module")
+def part() -> Partition:
+    """The program of `next_token` on four ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.export warns about itself
+        program = capture_module(built(), next_token, (sentences(0), sentences(1)))
+    return partition(choose(layout_of(program, BUILT_IN), 4, Rates(flops_per_second=1e8, latency_seconds=0.0)))  # worth dividing, small as it is
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "trust ratio"])
+def test_a_divided_program_trains_as_one_device_does(name: str, part: Partition):
+    the_job = job(BUILDS[name], clip_grad_norm=0.5)
+    batches = [sentences(number) for number in range(STEPS)]
+    one = built()
+    optimizer: Any = the_job.optimizer(list(one.named_parameters()))
+    norms: list[float] = []
+    for tokens in batches:
+        optimizer.zero_grad()
+        next_token(one, tokens).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(one.parameters(), 0.5)))
+        optimizer.step()
+
+    models = [built() for _ in range(4)]
+    groups = simulated_groups(4)
+    shards = [Shards({**part.parameters, **part.buffers}, group) for group in groups]
+    updaters: list[Updater] = []
+    exchanges: list[Alone] = []
+    for each, mine in zip(models, shards, strict=True):
+        named = list(each.named_parameters())
+        mine.divide(each)
+        exchanges.append(Alone(list(each.named_parameters())))
+        updaters.append(Updater(the_job, named, exchanges[-1], mine, list(each.named_parameters())))
+    assert {"embed.weight", "head.weight", "qkv.weight", "up.weight"} <= shards[0].pieces.keys() and models[0].head.weight is models[0].embed.weight
+    assert shards[0].pieces["qkv.weight"].is_shared and len(shards[0].pieces["qkv.weight"].held[0][0] or ()) == 3  # two key/value heads on four ranks
+
+    def rank(number: int) -> Steps[float | None]:
+        averaged = yield from exchanges[number].finish(torch.tensor(1.0, dtype=torch.float64))
+        return (yield from updaters[number].update(averaged, 1.0))
+
+    for tokens, norm in zip(batches, norms, strict=True):
+        for exchange in exchanges:
+            exchange.begin_step()
+        losses = run_in_lockstep(part.programs, [dict(each.named_parameters()) for each in models], [{} for _ in models], tokens)
+        torch.autograd.backward(losses)
+        for each in part.summed:  # every holder's part of the gradient, put where it belongs and added up
+            pieces = part.parameters[each]
+            held = [model.get_parameter(each) for model in models]
+            whole = sum(place(pieces, number, value.grad) for number, value in enumerate(held) if value.grad is not None)
+            for number, value in enumerate(held):
+                value.grad = take(pieces, number, whole).clone()
+        assert run_in_steps([rank(number) for number in range(4)]) == pytest.approx([norm] * 4, rel=1e-12)  # order of the sum
+    found = run_in_steps([mine.weights(each) for mine, each in zip(shards, models, strict=True)])[0]
+    for each, value in one.state_dict().items():
+        torch.testing.assert_close(found[each], value, rtol=1e-8, atol=1e-10, msg=lambda text, each=each: f"{each}: {text}")

@@ -1,0 +1,35 @@
+"""The user's line behind an error or a call, and the package's line that it led to."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from meshloom.graph.lines import Place, place_here, place_of_error
+
+
+def test_an_error_in_a_package_names_the_users_line_and_the_packages():
+    with pytest.raises(numpy.linalg.LinAlgError) as raised:
+        numpy.linalg.inv(numpy.zeros((2, 3)))  # here
+    place = place_of_error(raised.tb)
+    assert place.line is not None and place.line.text == "numpy.linalg.inv(numpy.zeros((2, 3)))  # here"
+    assert place.inside is not None and "numpy/linalg" in place.inside.file
+    assert str(place).startswith(f"{__file__}:{place.line.number} (numpy.linalg.inv") and ", inside " in str(place)
+
+
+def test_an_error_in_torch_names_the_users_line_alone():
+    with pytest.raises(RuntimeError) as raised:
+        torch.ones(2).view(3)
+    place = place_of_error(raised.tb)
+    assert place.inside is None and place.line is not None and place.line.function == "test_an_error_in_torch_names_the_users_line_alone"
+
+
+def test_a_function_of_the_users_that_a_package_calls_is_the_users():
+    places: list[Place] = []
+    numpy.apply_along_axis(lambda row: places.append(place_here()) or row, 0, numpy.zeros(2))
+    assert places[0].inside is None and places[0].line is not None and places[0].line.file == __file__
+
+
+def test_where_nothing_is_the_users():
+    assert str(Place(None, None)) == "a line that could not be found"

@@ -1,0 +1,152 @@
+"""Memory of a step: predicted from the program, against real tensors that are followed, and those against the allocator's own record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from jobs import make_job
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from meshloom.errors import PlanError
+from meshloom.exchange.buckets import GradientBuckets
+from meshloom.graph.capture import capture
+from meshloom.graph.program import Program
+from meshloom.job import Job
+from meshloom.planner.measure import measure_memory
+from meshloom.planner.memory import predict_memory
+from tests.memory_jobs import CASES, OPTIMIZERS, SETTINGS
+from tests.memory_table import BEGIN, FILE, predicted_and_measured
+
+COVERING = {("vit", "adamw", "float32"), ("u_net", "sgd", "float32"), ("lstm", "adamw", "bfloat16 autocast")}
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+
+def all_cases() -> list[Any]:
+    cases = [(name, *setting) for name in CASES for setting in SETTINGS]
+    return [pytest.param(*case, marks=() if case in COVERING else pytest.mark.slow, id="-".join(case)) for case in cases]
+
+
+def job_and_batches(model: str, optimizer: str, count: int = 2, size: int = 6, **overrides: Any) -> tuple[Job, list[Any]]:
+    job = make_job(model, optimizer, **overrides)
+    data = job.data()
+    return job, [default_collate([data[(number * size + each) % 30] for each in range(size)]) for number in range(count)]
+
+
+def wide(width: int = 64, depth: int = 3) -> Job:
+    """Layers of linear and GELU whose operators need no memory inside of themselves."""
+    build = lambda: nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())))  # noqa: E731
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    return Job(model=build, loss=loss, optimizer=OPTIMIZERS["adamw"], data=lambda: [0], batch_size=1, steps=1)
+
+
+def read(job: Job, batches: list[Any]) -> Program:
+    return capture(job, (batches[0], batches[1]))
+
+
+@pytest.mark.parametrize(("name", "optimizer", "precision"), all_cases())
+def test_predicted_peak_is_the_measured_one(name: str, optimizer: str, precision: str):
+    predicted, by_program, measured = predicted_and_measured(name, optimizer, precision)
+    # Numbers that operators are given as tensors have 4 or 8 bytes each; in mixed precision torch's fakes halve the statistics of norms.
+    assert predicted.peak == pytest.approx(by_program.peak, rel=1e-4 if precision == "float32" else 2e-3)
+    # The promise; docs/memory.md has the figures, and the reason of the one beyond it.
+    assert predicted.peak == pytest.approx(measured.peak, rel=0.2 if (name, precision) == ("mixtral", "bfloat16 autocast") else 0.1)
+    assert predicted.phase == measured.phase or predicted.peak == pytest.approx(max(predicted.peaks[measured.phase], 1), rel=0.1)
+    for kind in ("parameters", "gradients", "optimizer", "buffers", "batch"):
+        assert getattr(predicted, kind) == getattr(measured, kind), kind
+    assert predicted.kept == pytest.approx(measured.kept, rel=0.1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_gradients_of_earlier_chunks_are_there_while_later_ones_run(microbatches: int):
+    job = wide()
+    batches = [torch.randn(50, 64) for _ in range(4)]
+    predicted = predict_memory(read(job, batches), job.optimizer, microbatches=microbatches)
+    measured = measure_memory(job, batches[:microbatches])
+    assert (predicted.gradients, predicted.batch, predicted.kept) == (measured.gradients, measured.batch, measured.kept)
+    assert predicted.peaks["update"] == measured.peaks["update"]
+    assert predicted.peak == pytest.approx(measured.peak, abs=16)  # scalars of the loss
+    if microbatches > 1:
+        alone = predict_memory(read(job, batches), job.optimizer)
+        more = predicted.peaks["forward"] - alone.peaks["forward"] - (microbatches - 1) * alone.batch
+        assert more == predicted.gradients
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("mlp", "sgd"), ("gpt", "muon"), ("mlp", "adafactor"), ("unused_twice", "adamw")])
+def test_optimizer_state_is_what_the_users_optimizer_makes(model: str, optimizer: str):
+    job, batches = job_and_batches(model, optimizer)
+    predicted, measured = predict_memory(read(job, batches), job.optimizer), measure_memory(job, batches[:1])
+    assert (predicted.optimizer, predicted.gradients) == (measured.optimizer, measured.gradients)  # what is not used has neither
+    assert predicted.peaks["update"] == pytest.approx(measured.peaks["update"], abs=64)  # scalars
+
+
+def test_what_is_followed_is_what_the_allocator_records():
+    job = wide()
+    batch = torch.randn(50, 64)
+    measured = measure_memory(job, [batch])
+    standing = measured.parameters + measured.optimizer + measured.buffers + measured.batch
+    assert measured.peak - standing == pytest.approx(allocator_peak(job, batch), abs=16)  # numbers that operators are given as tensors
+
+
+def allocator_peak(job: Job, batch: Tensor) -> int:
+    """Most bytes that torch's CPU allocator has handed out during a second step, beyond what was there before it."""
+    model = job.model()
+    optimizer = job.optimizer(list(model.named_parameters()))
+
+    def step() -> None:
+        job.loss(model, batch).sum().backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    found: Any = profile.profiler
+    now = most = 0
+    for event in sorted((each for each in found.kineto_results.events() if each.name() == "[memory]"), key=lambda each: each.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def test_kinds_at_the_peak_add_up_to_it():
+    job = wide()
+    memory = predict_memory(read(job, [torch.randn(50, 64), torch.randn(50, 64)]), job.optimizer)
+    assert memory.phase == "backward"
+    assert memory.peak == max(memory.peaks.values())
+    assert 0 < memory.temporaries < memory.kept
+    assert memory.peak <= memory.parameters + memory.optimizer + memory.batch + memory.buffers + memory.gradients + memory.kept + memory.temporaries
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("dp", [3])
+def test_buckets_of_a_data_parallel_plan_and_divided_state(dp: int, zero: int):
+    job, batches = job_and_batches("gpt", "adamw")
+    program = read(job, batches)
+    one = predict_memory(program, job.optimizer)
+    memory = predict_memory(program, job.optimizer, dp=dp, zero=zero)
+    buckets = GradientBuckets(
+        [(name, each) for name, each in job.model().named_parameters()], bucket_bytes=2**12, start=lambda bucket: None, multiple=dp
+    )
+    flat = sum(each.num_bytes for each in buckets.buckets)
+    padding = 4 * dp * len(buckets.buckets)
+    assert memory.gradients == pytest.approx(flat * (1 + 1 / dp if zero else 1), abs=padding)
+    assert memory.optimizer == (-(-one.optimizer // dp) if zero else one.optimizer)
+    assert (memory.parameters, memory.kept) == (one.parameters, one.kept)
+    assert ("publish" in memory.peaks) == bool(zero)
+
+
+def test_a_plan_that_is_not_predicted_is_refused():
+    job = wide()
+    program = read(job, [torch.randn(5, 64), torch.randn(5, 64)])
+    with pytest.raises(PlanError, match="zero 0 or 1, not microbatches=1, dp=2, zero=3"):
+        predict_memory(program, job.optimizer, dp=2, zero=3)
+
+
+def test_the_table_lists_every_case():
+    table = FILE.read_text().partition(BEGIN)[2]
+    listed = [tuple(line.split(" | ")[:3]) for line in table.splitlines() if line.startswith("| ")][1:]
+    assert listed == [(f"| {name}", *setting) for name in CASES for setting in SETTINGS], "run python -m tests.memory_table"

@@ -1,0 +1,136 @@
+"""Autograd functions with a backward of their own: read if it multiplies what arrives, refused otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.errors import CaptureError
+from meshloom.graph.capture import capture_module
+from meshloom.graph.check import check_against_module
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+
+class Rounds(torch.autograd.Function):
+    """Rounds, and lets gradients through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class ClippedRoot(torch.autograd.Function):
+    """A root whose derivative is at most 1: not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return scale * x.abs().sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return ctx.scale * gradient * (0.5 * x.sign() * x.abs().rsqrt()).clamp(-1, 1), None
+
+
+class Gated(torch.autograd.Function):
+    """Two inputs, in the form with a context of its own."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return x * y.sigmoid()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return gradient * y.sigmoid(), 2 * gradient * x  # a gradient that somebody chose
+
+
+class Turned(torch.autograd.Function):
+    """Its backward moves elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.flip(0)
+
+
+class Squares(torch.autograd.Function):
+    """Its backward is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.square()
+
+
+class Sums(torch.autograd.Function):
+    """Gives another shape than it takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient[:, None].expand(5, 3)
+
+
+def loss_of(apply: Any) -> Any:
+    return lambda model, batch: (apply(model(batch)) * batch).sum()
+
+
+def batches(count: int) -> list[Tensor]:
+    source = torch.Generator().manual_seed(7)
+    return [torch.randn(5, 3, generator=source) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [Rounds.apply, lambda x: ClippedRoot.apply(x, 3.0), lambda x: Gated.apply(x, x.cos()), lambda x: Gated.apply(x, x.detach())],
+    ids=["rounds", "clipped root", "gated", "gated by what has no gradient"],
+)
+def test_its_value_and_its_gradient_are_kept(apply: Any):
+    model, loss, (one, two, *fresh) = nn.Linear(3, 3), loss_of(apply), batches(4)
+    program = capture_module(model, loss, (one, two))
+    check_against_module(program, model, loss, fresh, tolerance=1e-6)  # the backward's product may have another order
+
+
+def test_raw_export_has_the_gradient_of_the_operators_instead():
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Rounds.apply(self.layer(x)).sum()
+
+    (batch,) = batches(1)
+    raw = torch.export.export(Loss(), (batch,), strict=False).module()
+    gradients = torch.autograd.grad(raw(batch), list(raw.parameters()))
+    assert all(not gradient.any() for gradient in gradients)  # rounding has the derivative 0
+
+
+@pytest.mark.parametrize("function", [Turned, Squares, Sums])
+def test_another_backward_is_refused(function: Any):
+    with pytest.raises(CaptureError, match=rf"{function.__name__}.apply at .*test_own_backward.py:\d+ .* unless it multiplies what arrives"):
+        capture_module(nn.Linear(3, 3), lambda model, batch: function.apply(model(batch)).sum(), (*batches(2),))

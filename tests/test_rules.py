@@ -1,0 +1,44 @@
+"""Every rule is right: all ranks' parts of a call, in every way that the rule allows, are what one device computes, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshloom.graph.rules.table import BUILT_IN
+from tests.rule_calls import CALLS, POINTWISE, Chance
+from tests.rule_check import Checked, check_call
+
+MOST_RANKS = 4
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The use of `x.T`:UserWarning",
+    "ignore:An output with one or more elements was resized:UserWarning",
+)
+
+
+def check(name: str, seeds: range) -> Checked:
+    """Check calls of an operator, each over 2, 3 or 4 ranks."""
+    checked = Checked()
+    for seed in seeds:
+        for make in {**CALLS, **POINTWISE}[name]:
+            chance = Chance(1000 * seed + len(name))
+            check_call(make(chance), BUILT_IN, 2 + seed % (MOST_RANKS - 1), chance, checked)
+    return checked
+
+
+def test_every_rule_has_calls_and_is_of_an_operator_of_torch():
+    assert CALLS.keys() == BUILT_IN.keys()
+    assert all(hasattr(torch.ops.aten, name) for name in BUILT_IN)
+
+
+@pytest.mark.parametrize("name", [*CALLS, *POINTWISE])
+def test_parts_are_what_one_device_computes(name: str):
+    check(name, range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CALLS, *POINTWISE])
+def test_parts_are_what_one_device_computes_whatever_the_shapes(name: str):
+    checked = check(name, range(3, 40))
+    assert checked.with_cuts, f"no call of {name} was divided"
