@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 
 import pytest
 from hypothesis import given
@@ -14,12 +15,15 @@ from meshloom.mesh import Mesh
 from meshloom.plan import Plan, chunk_sizes
 
 counts = st.integers(1, 10**6)
+patterns = st.from_regex(r"[a-z*][a-z0-9_.*]{0,8}", fullmatch=True)
+ways = st.sampled_from(["column", "row", "vocabulary", "heads", "channels", "replicated", "dim0", "dim12"])
 plans = st.builds(
     Plan,
     dp=counts,
+    tp=st.integers(2, 10**6),
+    tp_placements=st.dictionaries(patterns, ways, max_size=3),
     microbatches=counts,
     zero=st.integers(0, 1),
-    sync_batch_norm=st.booleans(),
     overlap=st.booleans(),
     bucket_bytes=counts,
     keyed_draws=st.booleans(),
@@ -30,12 +34,14 @@ def test_the_strategy_covers_every_field():
     assert all(dataclasses.replace(Plan(), **{field.name: field.default}) == Plan() for field in dataclasses.fields(Plan))
     assert {field.name for field in dataclasses.fields(Plan)} == {
         "dp",
+        "tp",
         "microbatches",
         "zero",
         "sync_batch_norm",
         "overlap",
         "bucket_bytes",
         "keyed_draws",
+        "tp_placements",
     }
 
 
@@ -86,10 +92,18 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("microbatches=-2", "microbatches=-2 must be 1 or more."),
         ("bucket_bytes=0", "bucket_bytes=0 must be 1 or more."),
         ("zero=3", "zero=3 is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp)."),
+        ("tp=2,tp_placements=up", "'up' in tp_placements=up is not pattern:value. Pairs look like tp_placements=blocks.*.up:column+head:vocabulary."),
+        ("tp=2,tp_placements=up:row+up:row", "up stands twice in tp_placements=up:row+up:row."),
+        ("tp=2,tp_placements=up:colum", "tp_placements=up:colum is no way to divide a module. Did you mean column?"),
+        (
+            "tp=2,tp_placements=up:dimension",
+            "tp_placements=up:dimension is no way to divide a module. Known: column, row, vocabulary, heads, channels, replicated, dim0, dim1, ...",
+        ),
+        ("tp_placements=up:row", "tp_placements=up:row divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out."),
         ("microbatch=2", "A plan has no setting 'microbatch'. Did you mean microbatches?"),
         (
             "color=2",
-            "A plan has no setting 'color'. Known: dp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws.",
+            "A plan has no setting 'color'. Known: dp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements.",
         ),
     ],
 )
@@ -111,6 +125,18 @@ def test_wrong_json_is_one_sentence(text: str, beginning: str):
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text)
     assert str(caught.value).startswith(beginning)
+
+
+def test_placements_are_a_value():
+    plan = Plan(tp=2, tp_placements={"head": "vocabulary", "blocks.*.up": "column"})
+    assert str(plan) == "dp=1,tp=2,tp_placements=blocks.*.up:column+head:vocabulary"
+    other = Plan.from_json('{"tp": 2, "tp_placements": {"blocks.*.up": "column", "head": "vocabulary"}}')
+    assert other == plan and hash(other) == hash(plan) and other.digest() == plan.digest()
+    assert plan != dataclasses.replace(plan, tp_placements={"head": "vocabulary"})
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    for wrong in (3, {"up": 2}, {"a b": "row"}, {"a+b": "row"}):
+        with pytest.raises(PlanError, match=r"tp_placements=.* must be "):
+            Plan.from_dict({"tp": 2, "tp_placements": wrong})
 
 
 def test_sync_batch_norm_needs_a_sample_in_every_chunk():

@@ -11,6 +11,7 @@ from meshloom.graph.cuts import candidates
 from meshloom.graph.nodes import Node, Variable
 from meshloom.graph.partition import Partition
 from meshloom.graph.payload import Collective
+from meshloom.graph.pins import is_meant
 from meshloom.graph.placement import Cut, Part
 from meshloom.graph.strategies import strategies_of
 from meshloom.graph.traffic import Sent, bytes_per_step, num_bytes_of, sent_at_the_end, sent_in_chunk
@@ -57,11 +58,13 @@ class Account:
     num_bytes: Mapping[str, int]
 
 
-def account_of(part: Partition, costs: Mapping[str, Cost], *, num_chunks: int = 1) -> Account:
-    """What was chosen for a program, and what a step of `num_chunks` chunks sends."""
+def account_of(
+    part: Partition, costs: Mapping[str, Cost], *, num_chunks: int = 1, placements: Mapping[str, str] | None = None
+) -> Account:  # fmt: skip
+    """What was chosen for a program, and what a step of `num_chunks` chunks sends. placements: those that the plan asked for."""
     choice = part.choice
     program = choice.layout.program
-    teller = _Teller(choice, costs)
+    teller = _Teller(choice, placements or {})
     sizes = {name: num_bytes_of(each.meta) // each.meta.dtype.itemsize for name, each in program.parameters.items()}
     divided = {name for name in sizes if not part.parameters[name].is_whole}
     flops = {node.name: costs[node.name].flops + costs[node.name].backward_flops for node in program.nodes}
@@ -104,9 +107,9 @@ def text_of(account: Account) -> str:
 class _Teller:
     """Names placements, and says why something is whole."""
 
-    def __init__(self, choice: Choice, costs: Mapping[str, Cost]) -> None:
+    def __init__(self, choice: Choice, placements: Mapping[str, str]) -> None:
         self._choice = choice
-        self._costs = costs
+        self._placements = placements
         self._cuts: dict[int, list[Cut]] = {}
         for cut in candidates(choice.layout, choice.numbers, choice.num_ranks):
             for number in cut.parts:
@@ -147,6 +150,9 @@ class _Teller:
         axes = self._choice.layout.values[variable.value][0]
         numbers = [number for axis in axes for number in sorted(self._choice.numbers.leaves(axis))]
         options = dict.fromkeys(cut for number in numbers for cut in self._cuts.get(number, []))
+        pattern = next((each for each in self._placements if any(is_meant(name, each) for name in (variable.name, *variable.aliases))), None)
+        if pattern is not None:
+            return f"the plan wants it so (tp_placements={pattern}:{self._placements[pattern]})"
         if variable.value not in self._uses.users:
             return "the loss does not use it"
         if not options:

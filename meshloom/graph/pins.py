@@ -65,10 +65,10 @@ class Pins:
 
     def _match(self, pattern: str, pin: str) -> None:
         parameters = self._layout.program.parameters.values()
-        found = [(each, name) for each in parameters for name in (each.name, *each.aliases) if _matches(name, pattern)]
+        found = [(each, name) for each in parameters for name in (each.name, *each.aliases) if is_meant(name, pattern)]
         if not found:
             modules = list(dict.fromkeys(name.rpartition(".")[0] for each in parameters for name in (each.name, *each.aliases)))
-            near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0.4)
+            near = difflib.get_closeis_meant(pattern, modules, n=1, cutoff=0.4)
             raise PlanError(
                 f"tp_placements={pattern}:{pin} matches no module with parameters. {f'Did you mean {near[0]}?' if near else 'Names are those of named_modules().'}"
             )
@@ -119,10 +119,10 @@ class Pins:
         return f"{node.operator} at {describe_line(node.line)} needs all {what} of {name}"
 
 
-def _matches(name: str, pattern: str) -> bool:
+def is_meant(name: str, pattern: str) -> bool:
     """Whether a pattern means a parameter, or a module around it.
 
-    >>> _matches("blocks.0.up.weight", "blocks.*.up"), _matches("blocks.0.up.weight", "up")
+    >>> is_meant("blocks.0.up.weight", "blocks.*.up"), is_meant("blocks.0.up.weight", "up")
     (True, False)
     """
     return any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))

@@ -32,7 +32,7 @@ from meshloom.graph.strategies import Strategy, strategies_of
 
 Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
 SECONDS = 60.0  # for the solver; then the best choice found so far is taken
-GAP = 1e-3  # how far from the least cost the choice may be
+GAP = 1e-3  # how far the choice may be from the best, of what it costs more than the least of every option alone
 
 
 class Problem:
@@ -94,6 +94,7 @@ class Problem:
         self._memory: dict[int, float] = {}  # unknown -> bytes that a rank holds because of it
         self._integral: list[int] = []
         self.rows: list[tuple[list[int], list[float], float, float]] = []
+        self._choices: list[list[int]] = []  # unknowns of which one is 1
         self.repeats = repeats
         self._stands = _counterparts(self.cuts, repeats)
         self._count = Counter(repeats.value(value) for value in layout.values)
@@ -123,6 +124,7 @@ class Problem:
             return
         for (value, placement), users in self._wanted.items():
             self._change(value, placement, users, stays=value in in_place or value in parameters)
+        self._tighten()
         self._remember()
 
     def _unknown(self, cost: float, *, integral: bool) -> int:
@@ -131,6 +133,7 @@ class Problem:
         return len(self.cost) - 1
 
     def _one_of(self, unknowns: Sequence[int]) -> None:
+        self._choices.append(list(unknowns))
         self.rows.append((list(unknowns), [1.0] * len(unknowns), 1.0, 1.0))
 
     def _variable(self, value: str, *, free: bool) -> list[tuple[Placement, int]]:
@@ -210,6 +213,17 @@ class Problem:
         for wanting in users.values():  # of a node's unknowns one is 1
             unknowns = [change for _, change in changes]
             self.rows.append(([*unknowns, *wanting], [*[1.0] * len(unknowns), *[-1.0] * len(wanting)], 0.0 if wanting else 1.0, np.inf))
+
+    def _tighten(self) -> None:
+        """Whatever a value is made in, each node that uses it wants it as something. It follows from the rest, for whole numbers; solvers work with fractions."""
+        wanted: dict[tuple[str, str], list[Placement]] = {}  # value, node that uses it -> placements it may want
+        for (value, placement), users in self._wanted.items():
+            for user in users:
+                wanted.setdefault((value, user), []).append(placement)
+        for (value, _), placements in wanted.items():
+            for source, unknowns in self._made[value].items():
+                changes = [change for each in placements for start, change in self._changes[value, each] if start == source]
+                self.rows.append(([*changes, *unknowns], [*[1.0] * len(changes), *[-1.0] * len(unknowns)], 0.0, np.inf))
 
     def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
         regathered = target == REPLICATED and self._feeds_linears(value)
@@ -292,15 +306,19 @@ class Problem:
         columns = [unknown for unknowns, _, _, _ in rows for unknown in unknowns]
         matrix = coo_matrix((factors, (row_of, columns)), shape=(len(rows), len(self.cost))).tocsr()
         limits = LinearConstraint(matrix, [low for _, _, low, _ in rows], [high for _, _, _, high in rows])  # type: ignore[arg-type]
-        scale = max(weights) or 1.0
+        # Of each row of options one is taken, so the least of them is paid anyway: without it the solver's gap is one in what can be saved.
+        excess = np.array(weights)
+        for row in self._choices:
+            excess[row] -= excess[row].min()
+        scale = max(excess.max(), 1e-30)
         result: Any = milp(
-            np.array(weights) / scale,
+            excess / scale,
             constraints=limits,
             integrality=np.array(self._integral),
             bounds=Bounds(0, 1),
             options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
-        return None if result.x is None else (result.x, float(result.fun) * scale)
+        return None if result.x is None else (result.x, float(np.dot(weights, result.x)))
 
 
 class _UnlikeError(Exception):

@@ -1,0 +1,335 @@
+"""Choices: as good as the best of all combinations, Megatron's on transformers, and within what pins and memory leave."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from choice_jobs import GPT, ConvNet, layout_by_shapes, next_token, normal, square, tokens
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshloom.graph.problem
+from benchmarks.step import gpt
+from meshloom.errors import PlanError
+from meshloom.graph.choose import Choice, choice_of_numbers, choose, numbers_of_choice
+from meshloom.graph.cost import costs
+from meshloom.graph.layout import Layout
+from meshloom.graph.partition import partition
+from meshloom.graph.pieces import Pieces
+from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Part, Placement
+from meshloom.graph.price import change_seconds
+from meshloom.graph.problem import Problem
+from meshloom.graph.rates import Rates, default_rates
+from meshloom.graph.repeats import Repeats
+from meshloom.graph.traffic import sent_in_chunk
+
+FAST = Rates(start_seconds=0.0, latency_seconds=0.0)  # a network on which tiny models are worth dividing
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+
+def gpt_loss(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"][:, :-1]).flatten(0, 1), batch["x"][:, 1:].flatten())
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Layout:
+    """The benchmark GPT, batch 4."""
+    return layout_by_shapes(gpt.GPT, gpt_loss, {"x": torch.zeros(4, gpt.LENGTH + 1, dtype=torch.int64)})
+
+
+@pytest.fixture(scope="module")
+def small() -> Layout:
+    return layout_by_shapes(GPT, next_token, tokens())
+
+
+def shapes_of(choice: Choice) -> dict[str, tuple[int, ...]]:
+    """What rank 0 holds of every parameter."""
+    return {name: choice.pieces(each.value, choice.variables[each.value]).local_shape(0) for name, each in choice.layout.program.parameters.items()}
+
+
+# The oracle: every combination, priced by what the words say.
+
+
+def least_of_all(problem: Problem) -> float:
+    """Cost of the cheapest combination of placements and strategies."""
+    layout = problem.layout
+    program = layout.program
+    parameters = {each.value for each in program.parameters.values()}
+    graded = {value for value, (meta, *_) in layout.metas.items() if meta.requires_grad}
+    best = float("inf")
+    names = [*problem.options, *problem.strategies]
+    for row in itertools.product(*problem.options.values(), *problem.strategies.values()):
+        made = {name: way if name in problem.options else way.output for name, (way, _) in zip(names, row, strict=True)}
+        total = sum(problem.cost[unknown] for _, unknown in row)
+        wanted = {(out.name, INVARIANT) for out in program.outputs}
+        for node, (way, _) in zip(program.nodes, row[len(problem.options) :], strict=True):
+            wanted |= {(ref.name, placement) for ref, placement in zip(node.operands(), way.operands, strict=True)}
+        for value, placement in wanted:
+            source = made[value]
+            if source == placement:
+                continue
+            if value in parameters and ((isinstance(source, Part) and source.cut is not None) or value not in graded):
+                total = float("inf")
+                break
+            users = [node for node in program.nodes if any(ref.name == value for ref in node.operands())]
+            again = placement == REPLICATED and all(node.operator == "linear" and next(node.operands()).name == value for node in users)
+            seconds = change_seconds(
+                layout.metas[value][0],
+                source,
+                placement,
+                held(problem, value, source),
+                held(problem, value, placement),
+                problem.rates,
+                regathered=again,
+            )
+            total = float("inf") if seconds is None else total + seconds
+            if total >= best:
+                break
+        best = min(best, total)
+    return best
+
+
+def held(problem: Problem, value: str, placement: Placement) -> Pieces:
+    made = Choice(
+        num_ranks=problem.num_ranks, layout=problem.layout, numbers=problem.numbers, strategies={}, variables={}, seconds=0.0, chosen=()
+    )  # fmt: skip
+    return made.pieces(value, placement)
+
+
+class Two(nn.Module):
+    """Two linear layers without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8, bias=False), nn.Linear(8, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+class Tied(nn.Module):
+    """One matrix, looked up and multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.token(x), self.token.weight)
+
+
+def mean(model: Any, batch: Any) -> Tensor:
+    return model(batch["x"]).mean()
+
+
+@pytest.mark.parametrize("name", ["two", "tied", "norm"])
+def test_no_combination_is_cheaper(name: str):
+    build, batch = {
+        "two": (Two, normal(4, 5)),
+        "tied": (Tied, {"x": torch.zeros(6, dtype=torch.int64)}),
+        "norm": (lambda: nn.Sequential(nn.Linear(3, 4, bias=False), nn.LayerNorm(4)), normal(2, 3)),
+    }[name]
+    layout = layout_by_shapes(build, mean, batch)
+    draw = random.Random(name)
+    priced = costs(layout.program)
+    for _ in range(4):
+        rates = Rates(
+            flops_per_second=10 ** draw.uniform(3, 8), bytes_per_second=10 ** draw.uniform(3, 8), start_seconds=10 ** draw.uniform(-7, -3),
+            latency_seconds=10 ** draw.uniform(-7, -3), link_bytes_per_second=10 ** draw.uniform(3, 8), memory_price=draw.choice([0.0, 1.0, 100.0]),
+        )  # fmt: skip
+        problem = Problem(layout, 2, rates=rates, costs=priced)
+        _, found = problem.solve()
+        assert found == pytest.approx(least_of_all(problem), rel=2e-3)  # the solver's gap
+
+
+def test_blocks_that_share_unknowns_cost_what_they_cost_alone(small: Layout, monkeypatch: pytest.MonkeyPatch):
+    priced = costs(small.program)
+    rates = replace(FAST, memory_price=1.0)
+    shared = Problem(small, 2, rates=rates, costs=priced)
+    monkeypatch.setattr(meshloom.graph.problem, "repeats_of", lambda *_: Repeats())
+    alone = Problem(small, 2, rates=rates, costs=priced)
+    assert len(alone.cost) > 1.8 * len(shared.cost)
+    assert shared.solve()[1] == pytest.approx(alone.solve()[1], rel=3e-3)  # the solver's gap, twice
+
+
+def test_a_choice_travels_as_numbers(small: Layout):
+    choice = choose(small, 2, FAST, placements={"blocks.0.up": "row"})
+    other = choice_of_numbers(small, 2, numbers_of_choice(choice), placements={"blocks.0.up": "row"})
+    assert (other.strategies, other.variables) == (choice.strategies, choice.variables)
+
+
+# Megatron's pattern (Shoeybi et al., 2019).
+
+
+def test_a_transformer_is_divided_as_megatron_does(benchmark: Layout):
+    priced = costs(benchmark.program)
+    for num_ranks in (2, 3):
+        choice = choose(benchmark, num_ranks, priced=priced)
+        found = shapes_of(choice)
+        part, wide = gpt.WIDTH // num_ranks, 4 * gpt.WIDTH // num_ranks
+        for block in range(gpt.BLOCKS):
+            assert all(found[f"blocks.{block}.{each}.weight"] == (part, gpt.WIDTH) for each in "qkv")
+            assert found[f"blocks.{block}.out.weight"] == (gpt.WIDTH, part)
+            assert found[f"blocks.{block}.up.weight"] == (wide, gpt.WIDTH) and found[f"blocks.{block}.down.weight"] == (gpt.WIDTH, wide)
+        assert found["head.weight"][0] < gpt.VOCABULARY and found["token.weight"] != (gpt.VOCABULARY, gpt.WIDTH)
+        assert divided_share(choice, "blocks.") > 0.99
+
+
+def divided_share(choice: Choice, prefix: str) -> float:
+    sizes = {name: each.meta.shape for name, each in choice.layout.program.parameters.items() if name.startswith(prefix)}
+    found = shapes_of(choice)
+    whole = sum(torch.Size(shape).numel() for shape in sizes.values())
+    return sum(torch.Size(shape).numel() for name, shape in sizes.items() if found[name] != shape) / whole
+
+
+def test_two_all_reduces_per_block_and_direction(benchmark: Layout):
+    for rates in (default_rates("cpu"), default_rates("cuda")):
+        part = partition(choose(benchmark, 2, rates))
+        paths = {node.name: node.path for node in part.programs[0].nodes}
+        for block in range(1, gpt.BLOCKS):  # the first one's input comes from the embedding
+            sent = [each for each in sent_in_chunk(part.programs[0], 0) if paths[each.node].startswith(f"blocks.{block}")]
+            assert Counter((each.collective, each.backward) for each in sent) == {("all_reduce", False): 2, ("all_reduce", True): 2}
+            assert {each.num_bytes for each in sent} == {4 * gpt.LENGTH * gpt.WIDTH * 4}
+
+
+def test_sequences_are_divided_where_memory_is_short(benchmark: Layout):
+    """Norms and sums on parts of the sequence keep less, for gathers and scatters of the same volume (Korthikanti et al., 2022)."""
+    part = partition(choose(benchmark, 2, default_rates("cuda"), memory_bytes=142e6))
+    assert part.choice.strategies["layer_norm_3"].work == 0.5
+    paths = {node.name: node.path for node in part.programs[0].nodes}
+    sent = [each for each in sent_in_chunk(part.programs[0], 0) if paths[each.node].startswith("blocks.2")]
+    size = 4 * gpt.LENGTH * gpt.WIDTH * 4
+    forward = Counter((each.collective, each.num_bytes) for each in sent if not each.backward)
+    assert forward == {("all_gather", size // 2): 2, ("reduce_scatter", size): 2}
+    back = Counter((each.collective, each.num_bytes) for each in sent if each.backward)
+    assert back == {("all_gather", size // 2): 4, ("reduce_scatter", size): 2}  # two of them bring back what was not kept
+
+
+def test_an_embedding_that_is_also_the_head_is_divided_by_vocabulary():
+    layout = layout_by_shapes(lambda: GPT(tied=True), next_token, tokens())
+    choice = choose(layout, 2, FAST)
+    assert shapes_of(choice)["token.weight"] == (15, 16)
+    loss = next(node for node in layout.program.nodes if node.operator == "cross_entropy_loss")
+    assert choice.strategies[loss.name].work == 0.5  # each rank computes its part of the classes
+
+
+@pytest.mark.parametrize(("kv_heads", "num_ranks"), [(1, 2), (2, 4)])
+def test_fewer_key_heads_than_ranks(kv_heads: int, num_ranks: int):
+    layout = layout_by_shapes(lambda: GPT(heads=4, kv_heads=kv_heads), next_token, tokens())
+    choice = choose(layout, num_ranks, FAST)
+    found = shapes_of(choice)
+    assert found["blocks.0.attention.q.weight"] == (16 // num_ranks, 16)
+    assert torch.Size(found["blocks.0.attention.out.weight"]).numel() == 256 // num_ranks
+    assert divided_share(choice, "blocks.") > 0.7
+
+
+def test_convolutions_are_divided_by_channels():
+    layout = layout_by_shapes(ConvNet, square, normal(4, 3, 8, 8))
+    choice = choose(layout, 2, FAST)
+    found = shapes_of(choice)
+    assert found["first.weight"][0] == 6 and found["norm.weight"] == (6,) and found["second.weight"][1] == 6
+
+
+# Pins.
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected"),
+    [
+        ({"blocks.*.up": "row"}, {"blocks.1.up.weight": (64, 8), "blocks.1.up.bias": (64,)}),
+        ({"blocks.*.down": "column"}, {"blocks.2.down.weight": (8, 64), "blocks.2.down.bias": (8,)}),
+        ({"blocks.*.attention": "heads"}, {"blocks.0.attention.q.weight": (8, 16), "blocks.0.attention.out.weight": (16, 8)}),
+        ({"blocks.*.attention": "replicated"}, {"blocks.0.attention.q.weight": (16, 16), "blocks.0.attention.out.weight": (16, 16)}),
+        ({"token": "vocabulary", "head": "vocabulary"}, {"token.weight": (15, 16), "head.weight": (15, 16)}),
+        ({"token": "dim1"}, {"token.weight": (30, 8)}),
+        ({"blocks.1.up": "row"}, {"blocks.0.up.weight": (32, 16), "blocks.1.up.weight": (64, 8)}),
+    ],
+)
+def test_pins_are_kept(small: Layout, pins: dict[str, str], expected: dict[str, tuple[int, ...]]):
+    found = shapes_of(choose(small, 2, FAST, placements=pins))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_channels_are_pinned():
+    layout = layout_by_shapes(ConvNet, square, normal(4, 3, 8, 8))
+    found = shapes_of(choose(layout, 2, FAST, placements={"second": "channels", "first": "replicated"}))
+    assert found["second.weight"] == (4, 12, 3, 3) and found["first.weight"] == (12, 3, 3, 3)
+
+
+def test_a_tied_matrix_is_pinned_by_what_the_named_module_does():
+    layout = layout_by_shapes(lambda: GPT(tied=True), next_token, tokens())
+    assert shapes_of(choose(layout, 2, FAST, placements={"head": "row"}))["token.weight"] == (30, 8)
+    assert shapes_of(choose(layout, 2, FAST, placements={"head": "column"}))["token.weight"] == (15, 16)
+
+
+@pytest.mark.parametrize(
+    ("pins", "num_ranks", "sentence"),
+    [
+        ({"blocks.*.upp": "row"}, 2, r"^tp_placements=blocks\.\*\.upp:row matches no module with parameters\. Did you mean blocks\.\d\.up\?$"),
+        (
+            {"blocks.*.up": "row", "blocks.1": "replicated"}, 2,
+            r"^tp_placements=blocks\.\*\.up:row and blocks\.1:replicated both mean blocks\.1\.up\.weight\. Leave one of them out\.$",
+        ),
+        (
+            {"blocks.*.first": "row"}, 2,
+            r"^tp_placements=blocks\.\*\.first:row cannot be: blocks\.0\.first\.weight has no in features where layer_norm uses it at .*choice_jobs\.py:\d+ "
+            r"\(x = x \+ self\.attention\(self\.first\(x\)\)\)\. Leave that pin out, or use replicated\.$",
+        ),
+        ({"token": "dim2"}, 2, r"token\.weight has no dimension 2 where embedding uses it at .*choice_jobs\.py:\d+"),
+        ({"token": "vocabulary"}, 40, r"^tp_placements=token:vocabulary cannot be: token\.weight has 30 vocabulary, fewer than tp=40\."),
+    ],
+)  # fmt: skip
+def test_a_pin_that_cannot_be_says_why(small: Layout, pins: dict[str, str], num_ranks: int, sentence: str):
+    with pytest.raises(PlanError, match=sentence):
+        choose(small, num_ranks, FAST, placements=pins)
+
+
+def test_an_operator_that_needs_all_of_a_parameter_is_named():
+    layout = layout_by_shapes(lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)), square, normal(2, 4))
+    with pytest.raises(PlanError, match=r"^tp_placements=1:dim0 cannot be: layer_norm at .* needs all dimension 0 of 1\.weight\."):
+        choose(layout, 2, FAST, placements={"1": "dim0"})
+
+
+# Memory.
+
+
+def test_memory_is_kept_under_the_limit():
+    """Holding parameters costs nothing here and sending much, so that the limit alone makes it divide them."""
+    rates = replace(FAST, memory_price=0.0, link_bytes_per_second=1e6, bytes_per_second=1e12, flops_per_second=1e15)
+    small = layout_by_shapes(lambda: GPT(blocks=1), next_token, tokens())
+    priced = costs(small.program)
+    free = choose(small, 2, rates, priced=priced)
+    assert shapes_of(free)["blocks.0.up.weight"] == (64, 16)
+    sizes = sum(torch.Size(each.meta.shape).numel() for each in small.program.parameters.values()) * 4 * 4
+    limited = choose(small, 2, rates, priced=priced, memory_bytes=0.8 * sizes)
+    held_bytes = sum(torch.Size(shape).numel() for shape in shapes_of(limited).values()) * 4 * 4
+    assert held_bytes <= 0.8 * sizes and limited.seconds >= free.seconds
+
+
+def test_a_limit_that_cannot_be_met_says_what_is_needed(small: Layout):
+    with pytest.raises(
+        PlanError,
+        match=r"^With tp=2 a rank holds \d+\.\d (KiB|MiB) or more of parameters, gradients, optimizer state and kept activations, "
+        r"and the limit is 0\.0 MiB\. Use a larger tp, or smaller microbatches\.$",
+    ):
+        choose(small, 2, FAST, memory_bytes=1e4)
+
+
+def test_placements_that_are_decided_are_kept(small: Layout):
+    first = partition(choose(small, 2, FAST, placements={"blocks.*.up": "row"}))
+    again = choose(small, 2, FAST, held=first.held, placements={"blocks.*.up": "column"})  # pins are of the first program
+    assert shapes_of(again) == shapes_of(first.choice)
+
+
+def test_partial_values_are_not_numbers_of_another_kind():
+    """A sum of parts of whole numbers is never left to be summed later."""
+    layout = layout_by_shapes(GPT, next_token, tokens())
+    choice = choose(layout, 2, FAST)
+    assert all(layout.metas[name][0].dtype.is_floating_point for name, each in choice.strategies.items() if each.output == PARTIAL)

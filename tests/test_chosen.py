@@ -1,0 +1,112 @@
+"""What a choice is said to send is what its ranks send, and its account says what is divided and why the rest is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from choice_jobs import GPT, ConvNet, job_of, layout_by_shapes, next_token, normal, square, tokens
+from torch import nn
+
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Turns
+from meshloom.graph.capture import capture
+from meshloom.graph.choose import choose
+from meshloom.graph.chosen import account_of, text_of
+from meshloom.graph.cost import costs
+from meshloom.graph.layout import layout_of
+from meshloom.graph.partition import Partition, partition
+from meshloom.graph.pieces import take
+from meshloom.graph.rates import Rates
+from meshloom.graph.rules.table import BUILT_IN
+from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+FAST = Rates(start_seconds=0.0, latency_seconds=0.0)
+MODELS: dict[str, tuple[Any, Any, Any]] = {
+    "gpt": (lambda: GPT(blocks=2), next_token, tokens()),
+    "tied": (lambda: GPT(blocks=2, tied=True), next_token, tokens()),
+    "grouped": (lambda: GPT(blocks=1, kv_heads=2), next_token, tokens(5)),
+    "convolutions": (ConvNet, square, normal(4, 3, 8, 8)),
+}
+RATES = {
+    "usual": FAST,
+    "by samples": replace(FAST, memory_price=0.0, link_bytes_per_second=1e12),
+    "slow memory": replace(FAST, bytes_per_second=1e5, link_bytes_per_second=1e9),
+}
+
+
+def counted(part: Partition, model: nn.Module, batch: Any) -> list[dict[str, tuple[int, int]]]:
+    """Rank -> kind of collective -> calls and bytes of a chunk, forward and backward, and of the sum at the end, as the ranks make them."""
+    turns = Turns()
+    groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks, turns)]
+
+    def run(rank: int) -> None:
+        parameters = {name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_() for name, each in model.named_parameters()}
+        buffers = {name: take(part.buffers[name], rank, each).clone() for name, each in model.named_buffers()}
+        part.programs[rank].run(parameters, buffers, batch, group=groups[rank]).backward()
+        if part.summed:
+            gradients = [parameters[name].grad for name in part.summed]
+            groups[rank].all_reduce(torch.cat([each.reshape(-1) for each in gradients if each is not None])).wait()
+
+    turns.run([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
+    return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_predicted_are_bytes_counted(name: str, num_ranks: int, rates: str):
+    build, loss, batch = MODELS[name]
+    program = capture(job_of(build, loss), (batch, batch))
+    part = partition(choose(layout_of(program, BUILT_IN), num_ranks, RATES[rates]))
+    torch.manual_seed(0)
+    for rank, found in enumerate(counted(part, build(), batch)):
+        assert bytes_per_step(part, rank=rank) == {kind: num_bytes for kind, (_, num_bytes) in found.items()}
+        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_the_end(part, rank)]
+        assert {kind: sum(each.collective == kind for each in sent) for kind in found} == {kind: calls for kind, (calls, _) in found.items()}
+
+
+def test_chunks_send_alike_and_the_sum_comes_once():
+    build, loss, batch = MODELS["gpt"]
+    part = partition(choose(layout_by_shapes(build, loss, batch), 2, FAST))
+    once = sum(each.num_bytes for each in sent_at_the_end(part, 0))
+    one, four = bytes_per_step(part), bytes_per_step(part, num_chunks=4)
+    assert once > 0
+    assert four == {kind: 4 * size - (3 * once if kind == "all_reduce" else 0) for kind, size in one.items()}
+
+
+def test_an_account_tells_blocks_that_are_alike_as_one():
+    layout = layout_by_shapes(GPT, next_token, tokens())
+    priced = costs(layout.program)
+    account = account_of(partition(choose(layout, 2, FAST, priced=priced)), priced)
+    rows = {row.path: row for row in account.rows}
+    assert rows["blocks.0-2.up"].times == 3 and rows["blocks.0-2.up"].placements == (("weight", "column"), ("bias", "column"))
+    assert rows["blocks.0-2.attention.q"].placements[0] == ("weight", "column by heads")
+    assert account.parameters_divided > 0.95 and account.work == pytest.approx(0.5, abs=0.02)
+    assert account.num_bytes == bytes_per_step(partition(choose(layout, 2, FAST, priced=priced)))
+    text = text_of(account)
+    assert "blocks.0-2.up  x3" in text and "tp=2 divides" in text and "Sent by a rank per step: " in text
+
+
+def test_what_is_whole_is_said_with_the_reason_and_the_line():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.first(x)) * self.scale
+
+    layout = layout_by_shapes(Odd, square, normal(6, 4))
+    priced = costs(layout.program)
+    pins = {"first": "replicated"}
+    account = account_of(partition(choose(layout, 2, FAST, priced=priced, placements=pins)), priced, placements=pins)
+    why = {each.what: each.why for each in account.whole}
+    assert why["scale"] == "no dimension has 2 indices to divide"
+    assert why["norm.weight"].startswith("layer_norm needs all of it (at ") and "test_chosen.py" in why["norm.weight"]
+    assert why["first.weight"] == "the plan wants it so (tp_placements=first:replicated)"
