@@ -27,7 +27,7 @@ pytestmark = [
 def own_subject(name: str) -> Subject:
     build, loss, batch = OWN[name]
     job = Job(
-        model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=lambda: [], batch_size=1, steps=1
+        model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=list, batch_size=1, steps=1
     )  # fmt: skip
     return subject_of(job, batches=(batch(torch.Generator().manual_seed(0)), batch(torch.Generator().manual_seed(1))))
 
