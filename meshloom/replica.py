@@ -254,7 +254,14 @@ class Replica:
 
     def num_elements(self) -> int:
         """Trainable elements of the whole model."""
-        return sum(math.prod(self.shards.whole_shape(name, each) if self.shards else each.shape) for name, each in self.named)
+        return sum(self._whole_size(name, each) for name, each in self.named)
+
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the whole model."""
+        return sum(self._whole_size(name, each) for name, each in self.model.named_parameters())
+
+    def _whole_size(self, name: str, tensor: Tensor) -> int:
+        return math.prod(self.shards.whole_shape(name, tensor) if self.shards else tensor.shape)
 
     def digests(self) -> Steps[list[list[int]]]:
         """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
