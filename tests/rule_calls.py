@@ -586,7 +586,7 @@ def _recurrent(name: str) -> Make:
             weights += [c.normal(gates * hidden), c.normal(gates * hidden)]
         start = c.normal(layers, batch, hidden)
         states = (start, c.normal(layers, batch, hidden)) if name == "lstm" else start
-        return call(f"{name}.input", x, states, tuple(weights), True, layers, 0.0, True, False, first)
+        return call(f"{name}.input", x, states, tuple(weights), True, layers, c.one(0.0, 0.3), True, False, first)
 
     return make
 

@@ -49,7 +49,7 @@ class Checked:
 
 def check_call(one: OneCall, rules: Rules, num_ranks: int, chance: Chance, checked: Checked) -> None:
     """Compare every way in which `num_ranks` ranks can compute a call. Raises AssertionError naming the way that differs."""
-    program, operands = _program_of(one)
+    program, operands = program_of(one)
     layout = layout_of(program, rules)
     _give_parts(layout, chance)
     numbers = numbers_of(layout)
@@ -75,7 +75,7 @@ def check_call(one: OneCall, rules: Rules, num_ranks: int, chance: Chance, check
             checked.labels.update(label for label, axis in mapped.labels.items() if numbers.leaves(axis) & strategy.cut.parts.keys())
 
 
-def _program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
+def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
     """A program of one node, whose tensors are parameters."""
     operands: list[Tensor] = []
 
