@@ -58,7 +58,7 @@ def table() -> str:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in CALLS:
         factors = _example(name)
-        text, *clauses = shown(factors).split("; ")
+        text, *_ = shown(factors).split("; ")
         summed = " ".join(sorted(factors.sums))
         rows.setdefault((text, summed, " ".join(sorted(factors.joins))), []).append(name)
     lines = [f"| {', '.join(f'`{name}`' for name in names)} | `{text}` | {summed} | {together} |" for (text, summed, together), names in rows.items()]

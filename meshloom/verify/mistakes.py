@@ -20,7 +20,7 @@ from torch import Tensor
 from meshloom.plan import Plan
 
 CauseKind = Literal[
-    "same draws", "data", "weights", "scale", "mean of means", "microbatches", "missing chunk", "not reduced", "reduced twice", "tied", "clipping",
+    "same draws", "data", "weights", "scale", "mean of means", "microbatches", "missing chunk", "not reduced", "reduced twice", "tied", "clipping", "division",
     "stale", "batch statistics", "buffers", "None or zero", "optimizer", "replicas", "loss", "unknown",
 ]  # fmt: skip
 Gradients = Mapping[str, Tensor | None]

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect
+from meshloom.errors import TrainingError
 from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.plan import Plan, chunk_sizes
 from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener
-from meshloom.state.data import Chunk
+from meshloom.state.data import Chunk, to_device
+from meshloom.state.model import build_model
+from meshloom.state.samples import first_batches
 from meshloom.trainer import Trainer
 from meshloom.verify.hold import hold_against
+from meshloom.verify.mistakes import Cause
+from meshloom.verify.nodes import first_difference
 from meshloom.verify.precision import default_dtype
 from meshloom.verify.records import ChunkRecord, ModuleOutput, StepRecord
 from meshloom.verify.reference import Reference
@@ -48,10 +53,21 @@ def verify(
             return None
         reference = Reference(job, keyed, dtype, trainer.replicas[0].seat.device)
         found = hold_against(reference, records)
+        causes = [*found.causes, *([] if all(step.passed for step in found.steps) else _of_division(trainer, job, keyed, dtype))]
         return Report(
             plan=str(plan), devices=trainer.world.why, precision=str(reference.precision).removeprefix("torch."), owned=owned,
-            steps=found.steps, causes=found.causes, casts=found.comparer.casts, whole=found.whole,
+            steps=found.steps, causes=causes, casts=found.comparer.casts, whole=found.whole,
         )  # fmt: skip
+
+
+def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
+    """Where a divided program is wrong, if it is."""
+    replica = trainer.replicas[0]
+    if replica.division is None:
+        return []
+    device = replica.seat.device
+    (batch,) = first_batches(job, 1, chunk_sizes(job.batch_size, plan.num_chunks)[0])
+    return [Cause("division", first_difference(replica.division.first, build_model(job, device, dtype), to_device(batch, device, dtype)))]
 
 
 def _plan_steps(trainer: Trainer, dtype: torch.dtype | None) -> Iterator[StepRecord]:
@@ -72,7 +88,11 @@ def _record(trainer: Trainer, result: StepResult, notes: Mapping[int, _Notes]) -
     first = trainer.replicas[0]
     chunks = trainer.together(lambda replica: collect(replica.seat.world, _chunks(replica, notes[id(replica)])))[0]
     digests = trainer.together(lambda replica: replica.digests())[0]
-    trainer.together(lambda replica: replica.check_team(result.step))
+    apart: list[str] = []
+    try:
+        trainer.together(lambda replica: replica.check_team(result.step))
+    except TrainingError as error:  # for the report to say
+        apart.append(str(error))
     state = _on_cpu(trainer.together(lambda replica: replica.whole_state())[0].items())
     buffers = dict(first.model.named_buffers()).keys()
     return StepRecord(
@@ -84,7 +104,7 @@ def _record(trainer: Trainer, result: StepResult, notes: Mapping[int, _Notes]) -
         buffers={name: tensor for name, tensor in state.items() if name in buffers},
         parameters={name: tensor for name, tensor in state.items() if name not in buffers},
         chunks=sorted((ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank), key=lambda chunk: chunk.index),
-        replicas=[digest_values(digest) for digest in digests],
+        replicas=[*map(digest_values, digests), *apart],
     )
 
 

@@ -1,0 +1,75 @@
+"""Mistakes planted in divided programs are found, and the operator is named; runs without a mistake are not flagged."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshloom.graph.collectives
+import meshloom.graph.layout
+import meshloom.graph.linears
+from meshloom.graph.pieces import place
+from meshloom.plan import Plan
+from meshloom.verify.report import Report
+from meshloom.verify.run import verify
+from tests.jobs import make_job
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+COLLECTIVES: Any = meshloom.graph.collectives
+
+
+def report_of(model: str = "mlp", plan: str = "tp=2") -> Report:
+    report = verify(make_job(model, "sgd"), Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
+    assert report is not None
+    return report
+
+
+def test_without_a_mistake_nothing_is_said():
+    report = report_of()
+    assert report.passed and not report.causes
+
+
+def test_a_rule_that_forgets_a_sum_is_named(monkeypatch: pytest.MonkeyPatch):
+    right = meshloom.graph.layout.factors_of
+
+    def wrong(call: Any, rules: Any) -> Any:
+        factors = right(call, rules)
+        return dataclasses.replace(factors, sums=frozenset(), whole=frozenset()) if factors is not None and call.name == "linear" else factors
+
+    monkeypatch.setattr(meshloom.graph.layout, "factors_of", wrong)
+    report = report_of()
+    assert not report.passed
+    assert any(cause.kind == "division" and "linear of" in cause.sentence and "jobs.py" in cause.sentence for cause in report.causes)
+
+
+def test_an_exchange_that_is_wrong_is_told_from_a_wrong_program(monkeypatch: pytest.MonkeyPatch):
+    right = COLLECTIVES._value
+
+    def wrong(change: Any, group: Any, value: Tensor) -> Tensor:
+        found = right(change, group, value)
+        return found if change.source == "invariant" else 1.5 * found
+
+    monkeypatch.setattr(meshloom.graph.collectives, "_value", wrong)
+    report = report_of("gpt")
+    assert not report.passed
+    assert any("what they send each other is not" in cause.sentence for cause in report.causes)
+
+
+def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.MonkeyPatch):
+    right = COLLECTIVES._gradients
+
+    def wrong(change: Any, gradients: Any) -> list[Tensor]:
+        if change.source != "invariant" or change.target != "part":
+            return right(change, gradients)
+        return [place(change.after, rank, each).clone() for rank, each in enumerate(gradients)]
+
+    # The same mistake where all ranks run at once, and where each runs its own layers.
+    monkeypatch.setattr(meshloom.graph.collectives, "_gradients", wrong)
+    monkeypatch.setattr(meshloom.graph.linears, "start_sum", lambda before, group, value: lambda: value)
+    report = report_of("gpt")
+    assert not report.passed
+    assert any("backward, the first gradient that differs" in cause.sentence for cause in report.causes)
