@@ -98,9 +98,7 @@ def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
     updated = {each.name for place in written if place < len(args) and isinstance(each := args[place], Ref)}
     fixed = {ref.name for argument, value in zip(one.schema.arguments, named, strict=False) if argument.name in one.fixed for ref in refs_in(value)}
     graded = [(each.is_floating_point() or each.is_complex()) and f"x{place}" not in fixed for place, each in enumerate(operands)]
-    variables = {
-        f"x{place}": Variable(value=f"x{place}", name=f"x{place}", meta=_meta(each, graded[place])) for place, each in enumerate(operands)
-    }
+    variables = {f"x{place}": Variable(value=f"x{place}", name=f"x{place}", meta=_meta(each, graded[place])) for place, each in enumerate(operands)}
     context = Context()
     metas = tuple(_meta(each, (each.is_floating_point() or each.is_complex()) and any(graded)) for each in outputs)
     node = Node(
@@ -173,7 +171,9 @@ def _check(whole: _Whole, strategy: Strategy, layout: Layout, numbers: Numbers, 
         variables={ref.name: placement for ref, placement in zip(node.operands(), strategy.operands, strict=True)},
         seconds=0.0, chosen=(),
     )  # fmt: skip
-    held = [_indices(layout.values[ref.name][0], placement, numbers, num_ranks) for ref, placement in zip(node.operands(), strategy.operands, strict=True)]
+    held = [
+        _indices(layout.values[ref.name][0], placement, numbers, num_ranks) for ref, placement in zip(node.operands(), strategy.operands, strict=True)
+    ]
     parts = [
         [each.requires_grad_(used.requires_grad) for each in _given(tensor, placement, index, chance)]
         for tensor, used, placement, index in zip(whole.operands, whole.used, strategy.operands, held, strict=True)

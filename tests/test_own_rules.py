@@ -92,5 +92,5 @@ def test_a_job_wants_texts():
     with pytest.raises(JobError, match=re.escape("Job(rules=...) must be texts by operator, like rules={")):
         Job(
             model=lambda: torch.nn.Linear(2, 1), loss=lambda model, batch: model(batch).sum(), optimizer=lambda named: torch.optim.SGD(named),
-            data=lambda: [], batch_size=1, steps=1, rules={"mylib::swiglu": 3},
+            data=list, batch_size=1, steps=1, rules={"mylib::swiglu": 3},
         )  # fmt: skip

@@ -75,7 +75,9 @@ def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
     except _SeveralError:
         return None
     arguments = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
-    arguments.update({argument.name: value for argument, value in zip(schema.arguments, args[1:] if node.target is out_of_place else args, strict=False)})
+    arguments.update(
+        {argument.name: value for argument, value in zip(schema.arguments, args[1:] if node.target is out_of_place else args, strict=False)}
+    )
     arguments.update(kwargs)
     name = schema.name.removeprefix("aten::")
     return Call(name=name, node=node, arguments=_tuples(arguments), operands=tuple(operands), outputs=node.outputs)

@@ -157,7 +157,16 @@ def _channel_dropout(call: Call) -> Factors | None:
 MORE: dict[str, Rule] = {
     **dict.fromkeys(
         [f"{kind}_pool{count}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for count in (1, 2, 3)]
-        + ["_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "max_pool2d_with_indices", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_bicubic2d"]
+        + [
+            "_adaptive_avg_pool2d",
+            "_adaptive_avg_pool3d",
+            "max_pool2d_with_indices",
+            "upsample_nearest1d",
+            "upsample_nearest2d",
+            "upsample_nearest3d",
+            "upsample_bilinear2d",
+            "upsample_bicubic2d",
+        ]
         + ["reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "_upsample_bilinear2d_aa"],
         _channels,
     ),

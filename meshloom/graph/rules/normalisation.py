@@ -45,7 +45,9 @@ def _instance_norm(call: Call) -> Factors | None:
     if len(call.operands) > 1 and any(isinstance(call.arguments.get(name), Operand) for name in ("running_mean", "running_var")):
         return None
     dims: Dims = ("b", "c", *(None,) * (len(x.shape) - 2))
-    return Factors(operands=(dims, *(("c",) for _ in call.operands[1:])), outputs=(dims,), sizes={"b": x.shape[0], "c": x.shape[1]}, filled=frozenset({"b", "c"}))
+    return Factors(
+        operands=(dims, *(("c",) for _ in call.operands[1:])), outputs=(dims,), sizes={"b": x.shape[0], "c": x.shape[1]}, filled=frozenset({"b", "c"})
+    )
 
 
 def _group_norm(call: Call) -> Factors | None:
