@@ -93,11 +93,12 @@ job = make_job({"mylib::swiglu": "b* f, b* f -> b* f"})
 
 
 def main() -> None:
+    """The losses of some steps on 1, 2 and 3 devices, with the rule and without it."""
     for plan in ("tp=1", "tp=2", "tp=3"):
         for name, each in (("with the rule", job), ("without", make_job({}))):
             with ml.Trainer(each, plan, devices="simulated") as trainer:
                 losses = [trainer.step(batch) for batch in trainer.batches()]
-            print(f"{plan}  {name:14}" + "".join(f"{value:12.6f}" for value in losses))
+            print(f"{plan}  {name:14}" + "".join(f"{value:12.6f}" for value in losses), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.graph.calls import out_of_place
+
 
 @dataclass(frozen=True)
 class OneCall:
@@ -23,6 +25,16 @@ class OneCall:
     kwargs: dict[str, Any] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
     determined: bool = True
+
+    @property
+    def schema(self) -> Any:
+        """Of the operator; of what `out_of_place` makes, with that operator's argument in front."""
+        return self.args[0]._schema if self.target is out_of_place else self.target._schema
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """The arguments of the schema."""
+        return self.args[1:] if self.target is out_of_place else self.args
 
 
 class Chance:
@@ -691,7 +703,53 @@ def _largest_of_two(name: str) -> Make:
     return lambda c: call(f"{name}.other", *on_broadcast("add.Tensor")(c).args)
 
 
+def _drawn(name: str, *rest: Any) -> Make:
+    return lambda c: OneCall(out_of_place, (op(name), c.any(), *rest), fixed=("self",))
+
+
+def _broadcast_tensors(c: Chance) -> OneCall:
+    shape = c.shape(2, 3)
+    return call("broadcast_tensors", tuple(c.normal(*(c.one(1, size) for size in shape[start:])) for start in (0, 0, 1)))
+
+
+def _pixels(name: str) -> Make:
+    def make(c: Chance) -> OneCall:
+        channels, high, wide = c.size(), c.size(), c.size()
+        shape = (4 * channels, high, wide) if name == "pixel_shuffle" else (channels, 2 * high, 2 * wide)
+        return call(name, c.normal(*c.shape(0, 1), *shape), 2)
+
+    return make
+
+
+def _im2col(c: Chance) -> OneCall:
+    return call("im2col", c.normal(*c.shape(0, 1), c.size(), 5, 4), (2, 3), (1, 1), (0, 1), (1, 2))
+
+
+def _col2im(c: Chance) -> OneCall:
+    return call("col2im", c.normal(*c.shape(0, 1), 4 * c.size(), 12), (5, 4), (2, 2), (1, 1), (0, 0), (1, 1))
+
+
+def _index_added(name: str) -> Make:
+    def make(c: Chance) -> OneCall:
+        x = c.any()
+        dim = c.dim(x)
+        index = torch.randperm(x.shape[dim], generator=c.generator)[:2]
+        shape = list(x.shape)
+        shape[dim] = 2
+        return call(name, x, dim, index, c.normal(*shape))
+
+    return make
+
+
 CALLS: dict[str, list[Make]] = {
+    **{name: [_drawn(name)] for name in ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "random_")},
+    "bernoulli_": [_drawn("bernoulli_.float", 0.4)],
+    "geometric_": [_drawn("geometric_", 0.4)],
+    "broadcast_tensors": [_broadcast_tensors],
+    **{name: [_pixels(name)] for name in ("pixel_shuffle", "pixel_unshuffle")},
+    "im2col": [_im2col],
+    "col2im": [_col2im],
+    **{name: [_index_added(name)] for name in ("index_add", "index_copy")},
     "add": [_add, on_one("add.Scalar", 1.5)],
     "sub": [on_broadcast("sub.Tensor")],
     "subtract": [on_broadcast("subtract.Tensor")],

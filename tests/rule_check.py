@@ -88,13 +88,15 @@ def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
     args, kwargs = refer(one.args), {key: refer(value) for key, value in one.kwargs.items()}
     with CountDraws() as draws:
         outputs = [each for each in tree_leaves(one.target(*_cloned(one.args), **_cloned(one.kwargs))) if isinstance(each, Tensor)]
+    named = args[len(args) - len(one.given) :]
+    copied = len(args) > len(named)  # what is written is a copy
     written = {
-        place for place, argument in enumerate(one.target._schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write
+        place
+        for place, argument in enumerate(one.schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and not copied
     }
     updated = {each.name for place in written if place < len(args) and isinstance(each := args[place], Ref)}
-    fixed = {
-        ref.name for argument, value in zip(one.target._schema.arguments, args, strict=False) if argument.name in one.fixed for ref in refs_in(value)
-    }
+    fixed = {ref.name for argument, value in zip(one.schema.arguments, named, strict=False) if argument.name in one.fixed for ref in refs_in(value)}
     graded = [(each.is_floating_point() or each.is_complex()) and f"x{place}" not in fixed for place, each in enumerate(operands)]
     variables = {f"x{place}": Variable(value=f"x{place}", name=f"x{place}", meta=_meta(each, graded[place])) for place, each in enumerate(operands)}
     context = Context()

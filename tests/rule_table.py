@@ -58,7 +58,7 @@ def table() -> str:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in CALLS:
         factors = _example(name)
-        text, *_ = shown(factors).split("; ")
+        text, *_clauses = shown(factors).split("; ")
         summed = " ".join(sorted(factors.sums))
         rows.setdefault((text, summed, " ".join(sorted(factors.joins))), []).append(name)
     lines = [f"| {', '.join(f'`{name}`' for name in names)} | `{text}` | {summed} | {together} |" for (text, summed, together), names in rows.items()]
@@ -66,14 +66,18 @@ def table() -> str:
 
 
 def _example(name: str) -> Factors:
-    """The map of the call, among a few, that has most labels."""
+    """The map of the call, among a few, in which most axes may be cut."""
     found: list[Factors] = []
     for seed in range(8):
         program, _ = program_of(CALLS[name][0](Chance(seed)))
         mapped = layout_of(program, BUILT_IN).mapped.get(program.nodes[0].name)
         if mapped is not None:
             found.append(mapped.factors)
-    return max(found, key=lambda each: len({label for dims in (*each.operands, *each.outputs) for term in dims for label in labels_in(term)}))
+    return max(found, key=lambda each: len(_labels(each) - each.whole))
+
+
+def _labels(factors: Factors) -> set[str]:
+    return {label for dims in (*factors.operands, *factors.outputs) for term in dims for label in labels_in(term)}
 
 
 if __name__ == "__main__":

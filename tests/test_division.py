@@ -16,7 +16,8 @@ from tests.families.limits import NOT_READ
 from tests.program_jobs import OWN
 
 TOLERANCE = 1e-10  # float64; sums in another order. The largest seen is 6e-13, of a bias before a norm, whose gradient is nearly nothing
-COVERING = {"gpt2": 3, "llama": 4, "resnet": 2, "mixtral": 3, "t5": 2, "lstm": 2, "u_net": 4, "diffusion": 3}  # and over how many ranks
+CHOSEN = {"gpt2": 2, "resnet": 2, "lstm": 2, "u_net": 3, "diffusion": 2}  # over how many ranks, as a plan would
+DRAWN = {"llama": 4, "mixtral": 3, "t5": 3, "xlnet": 4, "bamba": 3}  # at random
 
 pytestmark = [
     pytest.mark.long,
@@ -35,14 +36,19 @@ def own_subject(name: str) -> Subject:
 @pytest.mark.parametrize("name", OWN)
 def test_any_division_of_a_small_model_equals_one_device(name: str):
     subject = own_subject(name)
-    for seed in range(12):
+    for seed in range(6):
         compared = compare(subject, 2 + seed % 3, at_random(seed))
         assert compared.error <= TOLERANCE, f"seed {seed}: {compared.what} differs by {compared.error:.1e}"
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), COVERING.items())
-def test_a_family_divided_as_a_plan_would_and_at_random_equals_one_device(name: str, num_ranks: int):
-    _check(name, [num_ranks], range(2))
+@pytest.mark.parametrize(("name", "num_ranks"), CHOSEN.items())
+def test_a_family_divided_as_a_plan_would_equals_one_device(name: str, num_ranks: int):
+    _check(name, [num_ranks], range(1))
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), DRAWN.items())
+def test_any_division_of_a_family_equals_one_device(name: str, num_ranks: int):
+    _check(name, [num_ranks], range(3), chosen=False)
 
 
 @pytest.mark.slow
@@ -51,9 +57,10 @@ def test_every_family_equals_one_device(name: str):
     _check(name, [2, 3, 4], range(4))
 
 
-def _check(name: str, counts: list[int], seeds: range) -> None:
+def _check(name: str, counts: list[int], seeds: range, *, chosen: bool = True) -> None:
     subject = subject_of(FAMILIES[name].make_job(True))
     for num_ranks in counts:
-        for what, decide in {"cheapest": cheapest, **{f"seed {seed}": at_random(seed) for seed in seeds}}.items():
+        ways = {"as a plan would": cheapest} if chosen else {}
+        for what, decide in {**ways, **{f"seed {seed}": at_random(seed) for seed in seeds}}.items():
             compared = compare(subject, num_ranks, decide)
             assert compared.error <= TOLERANCE, f"{num_ranks} ranks, {what}: {compared.what} differs by {compared.error:.1e}"

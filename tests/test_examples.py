@@ -77,3 +77,11 @@ def test_own_loop_takes_the_same_decisions_simulated_and_under_torchrun(tmp_path
 def test_a_script_and_its_parallel_form_have_the_same_losses(tmp_path: Path):
     done = run(str(ROOT / "examples/05_from_a_script.py"), cwd=tmp_path)
     assert done.stdout.endswith("The losses are the same up to rounding.\n")
+
+
+def test_an_own_operator_has_the_losses_of_one_device_with_its_rule_and_without(tmp_path: Path):
+    lines = run(str(ROOT / "examples/07_own_operator.py"), cwd=tmp_path).stdout.splitlines()
+    rows = {line[:20].strip(): [float(value) for value in line[20:].split()] for line in lines}
+    assert len(rows) == 6 and all(len(losses) == 6 for losses in rows.values())
+    for losses in rows.values():
+        assert losses == pytest.approx(rows["tp=1  with the rule"], rel=1e-4)  # float32, sums in another order, 6 steps of AdamW

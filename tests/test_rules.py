@@ -8,6 +8,7 @@ import torch
 from meshloom.graph.rules.table import BUILT_IN
 from tests.rule_calls import CALLS, POINTWISE, Chance
 from tests.rule_check import Checked, check_call
+from tests.rule_table import FILE, table
 
 MOST_RANKS = 4
 
@@ -30,6 +31,10 @@ def check(name: str, seeds: range) -> Checked:
 def test_every_rule_has_calls_and_is_of_an_operator_of_torch():
     assert CALLS.keys() == BUILT_IN.keys()
     assert all(hasattr(torch.ops.aten, name) for name in BUILT_IN)
+
+
+def test_the_docs_have_the_rules_that_there_are():
+    assert FILE.read_text() == table(), "run python -m tests.rule_table"
 
 
 @pytest.mark.parametrize("name", [*CALLS, *POINTWISE])

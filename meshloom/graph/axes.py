@@ -123,8 +123,14 @@ def _align(one: Axis, other: Axis) -> list[tuple[Axis, Axis]] | None:
     if not _fit(mine, theirs, one.own_kind):
         return None
     pairs: list[tuple[Axis, Axis]] = []
-    while mine:
+    while mine and theirs:
         a, b = mine.pop(0), theirs.pop(0)
+        if a.size != b.size and one.own_kind in (a.kind, b.kind):  # a leaf that occurs twice was split where it occurred first
+            mine = [*(_flat(a.root) if a.kind == one.own_kind else (a,)), *mine]
+            theirs = [*(_flat(b.root) if b.kind == one.own_kind else (b,)), *theirs]
+            continue
+        if a.size != b.size and (max(a, b, key=_size).kind is not None or (one.own_kind == "product" and max(a.size, b.size) % min(a.size, b.size))):
+            return None
         if a.size < b.size:
             first, rest = _split(b, a.size, one.own_kind)
             b, theirs = first, [rest, *theirs]
@@ -135,6 +141,10 @@ def _align(one: Axis, other: Axis) -> list[tuple[Axis, Axis]] | None:
     one.own_parts = _flat(one)
     other.own_parts = _flat(other)
     return pairs
+
+
+def _size(axis: Axis) -> int:
+    return axis.size
 
 
 def _fit(mine: list[Axis], theirs: list[Axis], kind: Kind | None) -> bool:

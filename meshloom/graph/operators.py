@@ -79,7 +79,7 @@ class CrossEntropyOfPart:
     smoothing: float
 
     def run(self, group: Group, logits: Tensor, target: Tensor) -> Tensor:
-        """On this rank: logits [n, part of v], target [n] -> the loss."""
+        """On this rank: logits [n, part of v, space], target [n, space] -> the loss."""
 
         def largest(values: list[Tensor]) -> Tensor:
             group.all_reduce(values[0], "max").wait()
@@ -90,7 +90,7 @@ class CrossEntropyOfPart:
             return values[0]
 
         function: Any = _CrossEntropy.apply
-        (loss,) = function(self, (group.rank,), largest, total, target, logits)
+        (loss,) = function(self, (group.rank,), largest, total, target.reshape(-1), _rows(logits))
         return self._reduce(loss, target)
 
     def run_all(self, logits: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
@@ -104,14 +104,19 @@ class CrossEntropyOfPart:
 
         function: Any = _CrossEntropy.apply
         ranks = tuple(range(len(logits)))
-        losses = function(self, ranks, lambda values: torch.stack(values).amax(0), total, targets[0], *logits)
+        losses = function(self, ranks, lambda values: torch.stack(values).amax(0), total, targets[0].reshape(-1), *map(_rows, logits))
         return [self._reduce(loss, target) for loss, target in zip(losses, targets, strict=True)]
 
     def _reduce(self, losses: Tensor, target: Tensor) -> Tensor:
         if self.reduction == 0:
-            return losses
+            return losses.view(target.shape)
         total = losses.sum()
         return total / (target != self.ignored).sum() if self.reduction == 1 else total
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """[n, v, space] -> [n space, v]."""
+    return logits if logits.ndim == 2 else logits.movedim(1, -1).flatten(0, -2)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshloom.graph.calls import out_of_place
 from meshloom.graph.nodes import Meta, Node, Ref
 from meshloom.graph.rules.factors import Factors
 
@@ -55,7 +56,9 @@ Rule = Callable[[Call], Factors | None]
 
 def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
     """The call of a node; None if it is no operator with a schema, or a tensor operand has several tensors."""
-    schema = getattr(node.target, "_schema", None)
+    # What `out_of_place` makes has its operator as first argument.
+    inner = node.args[0] if node.target is out_of_place else node.target
+    schema = getattr(inner, "_schema", None)
     if schema is None:
         return None
     operands: list[Operand] = []
@@ -72,7 +75,9 @@ def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
     except _SeveralError:
         return None
     arguments = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
-    arguments.update({argument.name: value for argument, value in zip(schema.arguments, args, strict=False)})
+    arguments.update(
+        {argument.name: value for argument, value in zip(schema.arguments, args[1:] if node.target is out_of_place else args, strict=False)}
+    )
     arguments.update(kwargs)
     name = schema.name.removeprefix("aten::")
     return Call(name=name, node=node, arguments=_tuples(arguments), operands=tuple(operands), outputs=node.outputs)

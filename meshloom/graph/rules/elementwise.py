@@ -25,7 +25,7 @@ def elementwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Factors 
 
 def is_elementwise(call: Call) -> bool:
     """Whether torch says so. Draws are not: how many numbers `rrelu` takes depends on the values."""
-    tags = call.node.target.tags
+    tags = getattr(call.node.target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
@@ -69,6 +69,7 @@ ELEMENTWISE: dict[str, Rule] = {
     **dict.fromkeys(("neg", "real", "imag"), _first),
     "where": _where,
     "masked_fill": _masked_fill,
+    **dict.fromkeys(("bernoulli_", "normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"), _any),
     "dropout": _first,
     # Pointwise too, though torch does not tag them.
     **dict.fromkeys(("native_dropout", "alpha_dropout", "selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "bernoulli"), _any),

@@ -91,6 +91,20 @@ def _scatter(call: Call) -> Factors | None:
     return Factors(operands=(names,) * len(call.operands), outputs=(names,), sizes=sizes)
 
 
+def _index_add(call: Call) -> Factors | None:
+    """index_add, index_copy: rows of source added to those of x that index names; along the dim nothing is cut."""
+    x, index, source = call.arguments["self"], call.arguments["index"], call.arguments["source"]
+    if not x.shape or len(source.shape) != len(x.shape):
+        return None
+    dim = call.dim("dim", len(x.shape))
+    names: Dims = tuple(None if place == dim else f"d{place}" for place in range(len(x.shape)))
+    rows: dict[int, Dims] = {x.number: names, index.number: (None,) * len(index.shape), source.number: names}
+    sizes = {f"d{place}": size for place, size in enumerate(x.shape) if place != dim}
+    return Factors(
+        operands=tuple(rows[place] for place in range(3)), outputs=(names,), sizes=sizes, linear=(frozenset({x.number, source.number}),)
+    )  # fmt: skip
+
+
 def _one_hot(call: Call) -> Factors | None:
     names: Dims = tuple(f"i{place}" for place in range(len(call.operands[0].shape)))
     return Factors(operands=(names,), outputs=((*names, None),), sizes={f"i{place}": size for place, size in enumerate(call.operands[0].shape)})
@@ -109,5 +123,7 @@ INDEXING: dict[str, Rule] = {
     "index": _index,
     "scatter": _scatter,
     "scatter_add": _scatter,
+    "index_add": _index_add,
+    "index_copy": _index_add,
     "one_hot": _one_hot,
 }

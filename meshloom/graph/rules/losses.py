@@ -10,9 +10,12 @@ from meshloom.graph.rules.factors import Dims, Factors, Sizes
 
 
 def _cross_entropy(call: Call) -> Factors | None:
-    """logits [n, v], targets [n] (class numbers) -> the mean, the sum or [n]. A part of v takes two small all-reduces, and gives the whole loss."""
+    """logits [n, v, space], targets [n, space] (class numbers) -> the mean, the sum or [n, space].
+
+    A part of v takes two small all-reduces, and gives the whole loss.
+    """
     logits, target = call.operands[:2]
-    if isinstance(call.arguments.get("weight"), Operand) or len(logits.shape) != 2 or target.meta.dtype.is_floating_point or len(target.shape) != 1:
+    if isinstance(call.arguments.get("weight"), Operand) or len(logits.shape) < 2 or target.meta.dtype.is_floating_point:
         return None
     reduction: int = call.arguments.get("reduction", 1)
     ignored: int = call.arguments.get("ignore_index", -100)
@@ -24,10 +27,13 @@ def _cross_entropy(call: Call) -> Factors | None:
         part = CrossEntropyOfPart(starts=here.starts["v"], num_classes=here.whole["v"], reduction=reduction, ignored=ignored, smoothing=smoothing)
         return part, args[:2], {}
 
-    out: Dims = ("n",) if reduction == 0 else ()
+    space: Dims = tuple(f"s{place}" for place in range(len(logits.shape) - 2))
+    rows: Dims = ("n", *space)
+    sizes = {"n": logits.shape[0], "v": logits.shape[1]} | {f"s{place}": size for place, size in enumerate(logits.shape[2:])}
     return Factors(
-        operands=(("n", "v"), ("n",)), outputs=(out,), sizes={"n": logits.shape[0], "v": logits.shape[1]},
-        whole=frozenset() if reduction == 0 else frozenset({"n"}), joins=frozenset({"v"}), in_one_run=frozenset({"v"}), local=local,
+        operands=(("n", "v", *space), rows), outputs=(rows if reduction == 0 else (),), sizes=sizes,
+        whole=frozenset() if reduction == 0 else frozenset(sizes) - {"v"},
+        joins=frozenset({"v"}), in_one_run=frozenset({"v"}), local=local,
     )  # fmt: skip
 
 

@@ -280,6 +280,45 @@ def _stack(call: Call) -> Factors | None:
     )
 
 
+def _broadcast_tensors(call: Call) -> Factors | None:
+    """Every tensor stretched to the shape that all of them make together."""
+    names, sizes = _labels(call.outputs[0].shape)
+    if len(call.outputs) != len(call.operands):
+        return None
+    rows: list[Dims] = []
+    for operand in call.operands:
+        shown = names[len(names) - len(operand.shape) :]
+        rows.append(tuple(None if size == 1 and sizes[str(name)] != 1 else name for name, size in zip(shown, operand.shape, strict=True)))
+    return Factors(operands=tuple(rows), outputs=(tuple(names),) * len(call.outputs), sizes=sizes, linear=(frozenset(range(len(rows))),))
+
+
+def _pixel_shuffle(call: Call) -> Factors | None:
+    """x [*, (c r s), h, w] -> [*, c, (h r), (w s)]; pixel_unshuffle is the way back."""
+    back = call.name == "pixel_unshuffle"
+    fine, coarse = (call.operands[0], call.outputs[0]) if back else (call.outputs[0], call.operands[0])
+    factor: int = call.arguments["downscale_factor" if back else "upscale_factor"]
+    lead: list[Term] = [f"b{place}" for place in range(len(fine.shape) - 3)]
+    sizes = {f"b{place}": fine.shape[place] for place in range(len(lead))}
+    sizes |= {"c": fine.shape[-3], "h": coarse.shape[-2], "w": coarse.shape[-1], "r": factor, "s": factor}
+    packed: Dims = (*lead, Product(("c", "r", "s")), "h", "w")
+    spread: Dims = (*lead, "c", Product(("h", "r")), Product(("w", "s")))
+    one, other = (spread, packed) if back else (packed, spread)
+    return Factors(operands=(one,), outputs=(other,), sizes=sizes, whole=frozenset({"r", "s"}), filled=frozenset(sizes), linear=_FIRST)
+
+
+def _im2col(call: Call) -> Factors | None:
+    """x [b, c, space] -> columns [b, (c kernel), windows]; col2im is the way back."""
+    x, out = call.operands[0].shape, call.outputs[0].shape
+    image, columns = (out, x) if call.name == "col2im" else (x, out)
+    lead: list[Term] = ["b"] if len(columns) == 3 else []
+    channels = image[-3]
+    sizes = {"c": channels, "k": columns[-2] // channels} | ({"b": image[0]} if lead else {})
+    one: Dims = (*lead, "c", None, None)
+    other: Dims = (*lead, Product(("c", "k")), None)
+    one, other = (other, one) if call.name == "col2im" else (one, other)
+    return Factors(operands=(one,), outputs=(other,), sizes=sizes, whole=frozenset({"k"}), filled=frozenset({"b", "c"} & sizes.keys()), linear=_FIRST)
+
+
 def _repeat_interleave(call: Call) -> Factors | None:
     if call.arguments.get("dim") is None or not isinstance(call.arguments.get("repeats"), int):
         return None
@@ -429,6 +468,11 @@ VIEWS: dict[str, Rule] = {
     "cat": _cat,
     "concat": _cat,
     "stack": _stack,
+    "broadcast_tensors": _broadcast_tensors,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_shuffle,
+    "im2col": _im2col,
+    "col2im": _im2col,
     "repeat_interleave": _repeat_interleave,
     "repeat": _repeat,
     "constant_pad_nd": _pad,
