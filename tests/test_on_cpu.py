@@ -12,6 +12,8 @@ from meshloom.graph.on_cpu import AsOnCPU, workspace_bytes
 
 aten = torch.ops.aten
 
+pytestmark = pytest.mark.long  # the first fake tensor of a process takes seconds
+
 LAYOUTS = {
     "plain": torch.zeros(6, 4),
     "transposed": torch.zeros(4, 6).t(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -86,6 +86,11 @@ def batches_of(job: Job, orders: tuple[list[int], ...]) -> list[Any]:
 
 def read(family: Family, way: Way) -> Program:
     """The family's program. Raises what `capture` raises."""
+    return _read(family, replace(way, lifted=False))  # lifting is up to those who run it
+
+
+@lru_cache(maxsize=4)
+def _read(family: Family, way: Way) -> Program:
     job = job_in(family, way)
     first, second = batches_of(job, READ_FROM)
     return capture(job, (first, second), training=way.training, dtype=way.dtype if way.dtype != torch.float32 else None)

@@ -28,8 +28,9 @@ are those of `transformers` {transformers} and `torch.nn` {torch}, and some writ
 architecture allows them.
 
 *dp* is the largest error of any loss, gradient, buffer, parameter or update in two steps of `{plan}` against one device, in
-float64 unless it says otherwise: batches of six samples, cut into chunks of 2, 2, 1 and 1, whose gradients are added up in two orders. *ATen* counts
-the kinds of operators in what `torch.export` gives for the loss; where it gives nothing, the reason stands there.
+float64 unless it says otherwise: batches of six samples, cut into chunks of 2, 2, 1 and 1, whose gradients are added up in two orders. Where a family's
+own code casts to float32, that is where it rounds. *ATen* counts the kinds of operators in what `torch.export` gives for the loss; where it gives
+nothing, the reason stands there.
 
 *Nodes* counts the operators of the program that `meshloom.graph` reads from the training loss; where it refuses, the reason stands there. The columns
 behind it are the largest error of that program against eager, of any output, gradient or buffer, on two batches that it was not read from; "0" is
