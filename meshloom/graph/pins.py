@@ -68,7 +68,7 @@ class Pins:
         found = [(each, name) for each in parameters for name in (each.name, *each.aliases) if is_meant(name, pattern)]
         if not found:
             modules = list(dict.fromkeys(name.rpartition(".")[0] for each in parameters for name in (each.name, *each.aliases)))
-            near = difflib.get_closeis_meant(pattern, modules, n=1, cutoff=0.4)
+            near = difflib.get_close_matches(pattern, modules, n=1, cutoff=0.4)
             raise PlanError(
                 f"tp_placements={pattern}:{pin} matches no module with parameters. {f'Did you mean {near[0]}?' if near else 'Names are those of named_modules().'}"
             )
