@@ -17,6 +17,7 @@ from rich.console import Console
 
 from meshloom.cluster import Link, load, save
 from meshloom.errors import JobError, PlanError
+from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
 from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
@@ -24,6 +25,7 @@ from meshloom.mesh import Mesh
 from meshloom.plan import Plan
 from meshloom.planner.calibrate import machine_file, machine_of, measure_operators
 from meshloom.planner.describe import describe
+from meshloom.planner.divided import divided
 from meshloom.planner.links import measure_links
 from meshloom.report.description import description_records, print_description
 from meshloom.report.machine import machine_records, print_machine
@@ -88,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     describe = verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs")
     describe.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
     describe.add_argument("--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)")
+    describe.add_argument("--plan", metavar="PLAN", help="say how this plan divides the model over tp, and what its ranks send (such as tp=2)")
     describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
     describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
     describe.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
@@ -205,6 +208,14 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
     print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
     for record in description_records(description, arguments.depth):
         records.write(**record)
+    plan = Plan.parse(arguments.plan) if arguments.plan else Plan()
+    if plan.tp > 1:
+        account = divided(job, plan, batch_size=arguments.batch)
+        print(f"\n{text_of(account)}", file=stream)
+        records.write(
+            event="division", plan=str(plan), parameters_divided=account.parameters_divided, flops_divided=account.flops_divided,
+            bytes_per_step=dict(account.num_bytes),
+        )  # fmt: skip
     return 0
 
 

@@ -343,7 +343,7 @@ class Problem:
             excess / scale,
             constraints=limits,
             integrality=np.array(self._integral),
-            bounds=Bounds(np.zeros(len(most)), most),
+            bounds=Bounds(np.zeros(len(most)), most),  # type: ignore[arg-type]
             options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
         return None if result.x is None else (result.x, float(np.dot(weights, result.x)))
