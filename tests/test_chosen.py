@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from choice_jobs import GPT, ConvNet, job_of, layout_by_shapes, next_token, normal, square, tokens
 from torch import nn
 
+from meshloom.cli import main
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Turns
@@ -110,3 +113,18 @@ def test_what_is_whole_is_said_with_the_reason_and_the_line():
     assert why["scale"] == "no dimension has 2 indices to divide"
     assert why["norm.weight"].startswith("layer_norm needs all of it (at ") and "test_chosen.py" in why["norm.weight"]
     assert why["first.weight"] == "the plan wants it so (tp_placements=first:replicated)"
+
+
+def test_a_plan_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "job.py"
+    file.write_text("from tests.jobs import make_job\n\njob = make_job('gpt', 'adamw')\n")
+    assert main(["describe", str(file), "--plan", "tp=2,microbatches=2", "--json", str(tmp_path / "records")]) == 0
+    printed = capsys.readouterr().out
+    assert "tp=2 divides " in printed and "Whole: norm.bias" in printed
+    (record,) = [each for each in map(json.loads, (tmp_path / "records").read_text().splitlines()) if each["event"] == "division"]
+    assert record["plan"] == "dp=1,tp=2,microbatches=2" and set(record["bytes_per_step"]) <= {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+    }

@@ -31,7 +31,7 @@ from meshloom.graph.repeats import Repeats, repeats_of
 from meshloom.graph.strategies import Strategy, strategies_of
 
 Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
-SECONDS = 60.0  # for the solver; then the best choice found so far is taken
+SECONDS = 10.0  # for the solver; then the best choice found so far is taken, as for tiny models whose every gain is about a collective
 GAP = 1e-3  # how far the choice may be from the best, of what it costs more than the least of every option alone
 
 
@@ -73,7 +73,7 @@ class Problem:
         rows = self.rows
         if memory_bytes is not None:
             rows = [*rows, self._memory_row(memory_bytes)]
-        found = self._minimise(self.cost, rows)
+        found = self._minimise(self.cost, rows, without=self._hopeless() if memory_bytes is None else ())
         if found is None and memory_bytes is not None:
             least = self._minimise([self._memory.get(unknown, 0.0) for unknown in range(len(self.cost))], self.rows)
             if least is not None:
@@ -91,6 +91,9 @@ class Problem:
         """Unknowns, and what holds between them."""
         program, layout = self.layout.program, self.layout
         self.cost: list[float] = []
+        self._savings: dict[Cut, float] = {}  # seconds that a cut could save if talking took no time
+        self._with_cut: dict[Cut, list[int]] = {}  # unknowns
+        self._needed: set[Cut] = set()
         self._memory: dict[int, float] = {}  # unknown -> bytes that a rank holds because of it
         self._integral: list[int] = []
         self.rows: list[tuple[list[int], list[float], float, float]] = []
@@ -166,6 +169,11 @@ class Problem:
             found = [(each, self._unknown(cost, integral=True)) for each, cost in zip(options, costs, strict=True)]
             self._one_of([unknown for _, unknown in found])
             self._made[value] = {placement: [unknown] for placement, unknown in found}
+        for (placement, unknown), cost in zip(found, costs, strict=True):
+            if isinstance(placement, Part) and placement.cut is not None:
+                self._saves(placement.cut, unknown, costs[0] - cost)
+                if fixed is not None or value in self.pins.of_value:
+                    self._needed.add(self._stands[placement.cut])
         if value in self._names:
             for (_, unknown), size in zip(found, sizes, strict=True):
                 self._holds(unknown, size * (HELD_COPIES if meta.requires_grad else 1))
@@ -187,6 +195,8 @@ class Problem:
             for strategy, unknown in found:
                 self._made[node.name].setdefault(strategy.output, []).append(unknown)
         for strategy, unknown in found:
+            if strategy.cut is not None:
+                self._saves(strategy.cut, unknown, seconds * (1 - strategy.work))
             for ref, placement in zip(node.operands(), strategy.operands, strict=True):
                 users = self._wanted.setdefault((self.repeats.value(ref.name), self._stand(placement)), {})
                 users.setdefault(owner, {})[unknown] = None
@@ -292,6 +302,21 @@ class Problem:
             seconds += everything - nothing  # it travels with all others
         return seconds
 
+    def _saves(self, cut: Cut, unknown: int, seconds: float) -> None:
+        stood = self._stands[cut]
+        self._savings[stood] = self._savings.get(stood, 0.0) + max(seconds, 0.0)
+        self._with_cut.setdefault(stood, []).append(unknown)
+
+    def _hopeless(self) -> list[int]:
+        """Unknowns of cuts that could not even save the time of one collective, which the shortest use of a cut takes to begin or to end."""
+        least = self.rates.collective_seconds("all_gather", 0.0, self.num_ranks)
+        return [
+            unknown
+            for cut, unknowns in self._with_cut.items()
+            if self._savings[cut] < least and cut not in self._needed
+            for unknown in unknowns
+        ]  # fmt: skip
+
     def _holds(self, unknown: int, num_bytes: float) -> None:
         self._memory[unknown] = self._memory.get(unknown, 0.0) + num_bytes
 
@@ -299,8 +324,10 @@ class Problem:
         scale = max(self._memory.values(), default=1.0) or 1.0  # numbers near 1 are what the solver is made for
         return list(self._memory), [size / scale for size in self._memory.values()], -np.inf, limit / scale
 
-    def _minimise(self, weights: Sequence[float], rows: Sequence[tuple[list[int], list[float], float, float]]) -> tuple[Any, float] | None:
-        """Values of the unknowns, and their cost; None: there are none."""
+    def _minimise(
+        self, weights: Sequence[float], rows: Sequence[tuple[list[int], list[float], float, float]], *, without: Sequence[int] = ()
+    ) -> tuple[Any, float] | None:
+        """Values of the unknowns, and their cost; None: there are none. without: unknowns that are to be 0."""
         factors = [factor for _, each, _, _ in rows for factor in each]
         row_of = [number for number, (unknowns, _, _, _) in enumerate(rows) for _ in unknowns]
         columns = [unknown for unknowns, _, _, _ in rows for unknown in unknowns]
@@ -311,11 +338,13 @@ class Problem:
         for row in self._choices:
             excess[row] -= excess[row].min()
         scale = max(excess.max(), 1e-30)
+        most = np.ones(len(self.cost))
+        most[list(without)] = 0.0
         result: Any = milp(
             excess / scale,
             constraints=limits,
             integrality=np.array(self._integral),
-            bounds=Bounds(0, 1),
+            bounds=Bounds(np.zeros(len(most)), most),  # type: ignore[arg-type]
             options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
         return None if result.x is None else (result.x, float(np.dot(weights, result.x)))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
+from meshloom.cluster import Machine, collective_seconds
 from meshloom.graph.cost import Cost
 from meshloom.graph.payload import Collective
+
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+_MANY = 2.0**26  # bytes, for the slope of a line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,29 @@ class Rates:
         forward = max(cost.flops / self.flops_per_second, (cost.read_bytes + cost.written_bytes) / self.bytes_per_second)
         back = max(cost.backward_flops / self.flops_per_second, (cost.backward_read_bytes + cost.backward_written_bytes) / self.bytes_per_second)
         return forward + back
+
+
+def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
+    """What was measured of a machine: its largest matrix products and elementwise operators, and the collectives of `num_ranks` ranks.
+
+    What no link was measured for is as `default_rates` says.
+    """
+    known = default_rates(machine.device)
+    measured = {link.collective for link in machine.links}
+    lines: dict[Collective, Line] = {}
+    for collective in COLLECTIVES:
+        if collective in measured:
+            start = collective_seconds(machine, collective, 0.0, num_ranks)
+            lines[collective] = Line(
+                latency_seconds=start, bytes_per_second=_MANY / (collective_seconds(machine, collective, _MANY, num_ranks) - start)
+            )
+    return replace(
+        known,
+        flops_per_second=machine.operation("matmul", dtype).rate,
+        bytes_per_second=machine.operation("elementwise", dtype).rate,
+        link_bytes_per_second=lines["all_gather"].bytes_per_second if "all_gather" in lines else known.link_bytes_per_second,
+        measured=lines,
+    )
 
 
 def default_rates(device: str) -> Rates:

@@ -1,0 +1,26 @@
+"""How a plan would divide a job's model over tp, found by shapes alone."""
+
+from __future__ import annotations
+
+from meshloom.graph.choose import choose
+from meshloom.graph.chosen import Account, account_of
+from meshloom.graph.cost import costs
+from meshloom.graph.layout import layout_of
+from meshloom.graph.partition import partition
+from meshloom.graph.rules.table import BUILT_IN
+from meshloom.graph.shapes import capture_shapes
+from meshloom.job import Job
+from meshloom.plan import Plan, chunk_sizes
+from meshloom.state.samples import first_batches
+
+
+def divided(job: Job, plan: Plan, *, batch_size: int | None = None) -> Account:
+    """What every rank along tp would hold, compute and send in a step. batch_size: of the global batch; default: the job's.
+
+    Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be divided as the plan asks.
+    """
+    (batch,) = first_batches(job, 1, chunk_sizes(batch_size or job.batch_size, plan.num_chunks)[0])
+    program = capture_shapes(job, batch)
+    priced = costs(program)
+    choice = choose(layout_of(program, BUILT_IN), plan.tp, placements=plan.tp_placements, priced=priced)
+    return account_of(partition(choice), priced, num_chunks=plan.microbatches, placements=plan.tp_placements)
