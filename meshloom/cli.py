@@ -25,11 +25,7 @@ from meshloom.mesh import Mesh
 from meshloom.plan import Plan
 from meshloom.planner.calibrate import machine_file, machine_of, measure_operators
 from meshloom.planner.describe import describe
-<<<<<<< HEAD
-from meshloom.planner.division import division_of
-=======
 from meshloom.planner.divided import divided
->>>>>>> choice
 from meshloom.planner.links import measure_links
 from meshloom.report.description import description_records, print_description
 from meshloom.report.machine import machine_records, print_machine
@@ -96,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     describe.add_argument("--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)")
     describe.add_argument("--plan", metavar="PLAN", help="say how this plan divides the model over tp, and what its ranks send (such as tp=2)")
     describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
-    describe.add_argument("--plan", help="tell how this plan divides the model, like tp=2")
     describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
     describe.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     calibrate = verbs.add_parser("calibrate", help="measure what this machine does, for predictions")
@@ -213,22 +208,11 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
     print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
     for record in description_records(description, arguments.depth):
         records.write(**record)
-<<<<<<< HEAD
-    plan = Plan.parse(arguments.plan) if arguments.plan else None
-    if plan and plan.tp > 1:
-        account = division_of(job, plan, batch_size=arguments.batch)
-        print(f"\n{text_of(account)}", file=stream)
-        records.write("division", plan=str(plan), **asdict(account))
-=======
     plan = Plan.parse(arguments.plan) if arguments.plan else Plan()
     if plan.tp > 1:
         account = divided(job, plan, batch_size=arguments.batch)
         print(f"\n{text_of(account)}", file=stream)
-        records.write(
-            event="division", plan=str(plan), parameters_divided=account.parameters_divided, flops_divided=account.flops_divided,
-            bytes_per_step=dict(account.num_bytes),
-        )  # fmt: skip
->>>>>>> choice
+        records.write("division", plan=str(plan), **asdict(account))
     return 0
 
 

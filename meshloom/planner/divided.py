@@ -7,7 +7,7 @@ from meshloom.graph.chosen import Account, account_of
 from meshloom.graph.cost import costs
 from meshloom.graph.layout import layout_of
 from meshloom.graph.partition import partition
-from meshloom.graph.rules.table import BUILT_IN
+from meshloom.graph.rules.table import rules_with
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
 from meshloom.plan import Plan, chunk_sizes
@@ -22,5 +22,5 @@ def divided(job: Job, plan: Plan, *, batch_size: int | None = None) -> Account:
     (batch,) = first_batches(job, 1, chunk_sizes(batch_size or job.batch_size, plan.num_chunks)[0])
     program = capture_shapes(job, batch)
     priced = costs(program)
-    choice = choose(layout_of(program, BUILT_IN), plan.tp, placements=plan.tp_placements, priced=priced)
+    choice = choose(layout_of(program, rules_with(job.rules)), plan.tp, placements=plan.tp_placements, priced=priced)
     return account_of(partition(choice), priced, num_chunks=plan.microbatches, placements=plan.tp_placements)
