@@ -25,7 +25,7 @@ from meshloom.mesh import Mesh
 from meshloom.plan import Plan
 from meshloom.planner.calibrate import machine_file, machine_of, measure_operators
 from meshloom.planner.describe import describe
-from meshloom.planner.divided import divided
+from meshloom.planner.division import division_of
 from meshloom.planner.links import measure_links
 from meshloom.report.description import description_records, print_description
 from meshloom.report.machine import machine_records, print_machine
@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     describe = verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs")
     describe.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
     describe.add_argument("--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)")
-    describe.add_argument("--plan", metavar="PLAN", help="say how this plan divides the model over tp, and what its ranks send (such as tp=2)")
     describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
+    describe.add_argument("--plan", help="tell how this plan divides the model, like tp=2")
     describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
     describe.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     calibrate = verbs.add_parser("calibrate", help="measure what this machine does, for predictions")
@@ -151,7 +151,7 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
 
 def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     job, plan = trainer.job, trainer.plan
-    parameters = sum(parameter.numel() for parameter in trainer.replicas[0].model.parameters())
+    parameters = trainer.replicas[0].num_parameters()
     name = type(trainer.replicas[0].model).__name__
     per_replica = f"{plan.dp} replica{'s' if plan.dp > 1 else ''} x {plan.microbatches} chunk{'s' if plan.microbatches > 1 else ''}"
     start = f", from step {trainer.next_step}" if trainer.next_step else ""
@@ -208,14 +208,11 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
     print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
     for record in description_records(description, arguments.depth):
         records.write(**record)
-    plan = Plan.parse(arguments.plan) if arguments.plan else Plan()
-    if plan.tp > 1:
-        account = divided(job, plan, batch_size=arguments.batch)
+    plan = Plan.parse(arguments.plan) if arguments.plan else None
+    if plan and plan.tp > 1:
+        account = division_of(job, plan, batch_size=arguments.batch)
         print(f"\n{text_of(account)}", file=stream)
-        records.write(
-            event="division", plan=str(plan), parameters_divided=account.parameters_divided, flops_divided=account.flops_divided,
-            bytes_per_step=dict(account.num_bytes),
-        )  # fmt: skip
+        records.write("division", plan=str(plan), **asdict(account))
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,6 +61,7 @@ class Job:
     keep_checkpoints: how many of the newest to keep.
     elementwise: whether the optimizer updates each element from that element's own history alone; None: found out by a
         trial on small tensors. Wrong when True for one that does not.
+    rules: how operators of your own are divided: operator -> its dims, `{"mylib::swiglu": "b* f, b* f -> b* f"}` (docs/rules.md).
     """
 
     model: Callable[[], nn.Module]
@@ -81,6 +82,7 @@ class Job:
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
     elementwise: bool | None = None
+    rules: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         for name, example in _EXAMPLES.items():
@@ -101,6 +103,8 @@ class Job:
             raise JobError(f"Job(clip_grad_norm={clip!r}) must be a number above 0, or None for no clipping.")
         if self.evaluate is not None and not isinstance(self.evaluate, Evaluate):
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
+        if not isinstance(self.rules, Mapping) or not all(isinstance(each, str) for pair in self.rules.items() for each in pair):
+            raise JobError('Job(rules=...) must be texts by operator, like rules={"mylib::swiglu": "b* f, b* f -> b* f"}.')
 
 
 _EXAMPLES = {

@@ -118,6 +118,7 @@ class Replica:
         self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements) if seat.team else None
         self.shards: Shards | None = None
         self._copied_bytes = 0  # of parameters and buffers, at the start
+        self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
         self._team_bytes: Counter[str] = Counter()  # what the chunks and steps so far are expected to hand over along tp
         self._summed: list[nn.Parameter] = []  # whose gradients are added up over tp, once a step
         self._sum_later: set[int] = set()
@@ -244,6 +245,7 @@ class Replica:
         """As `Updater.state`."""
         made = yield from self.updater.state(self.seat.world)
         self._team_bytes.update(self.updater.bytes_per_save("tp"))
+        self._saved_bytes.update(self.updater.bytes_per_save("dp"))
         return made
 
     def whole_state(self) -> Steps[dict[str, Tensor]]:
@@ -252,7 +254,14 @@ class Replica:
 
     def num_elements(self) -> int:
         """Trainable elements of the whole model."""
-        return sum(math.prod(self.shards.whole_shape(name, each) if self.shards else each.shape) for name, each in self.named)
+        return sum(self._whole_size(name, each) for name, each in self.named)
+
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the whole model."""
+        return sum(self._whole_size(name, each) for name, each in self.model.named_parameters())
+
+    def _whole_size(self, name: str, tensor: Tensor) -> int:
+        return math.prod(self.shards.whole_shape(name, tensor) if self.shards else tensor.shape)
 
     def digests(self) -> Steps[list[list[int]]]:
         """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
@@ -305,6 +314,10 @@ class Replica:
         if self.plan.dp == 1:
             return {}
         return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
+
+    def bytes_of_saves(self) -> dict[str, int]:
+        """Bytes that the checkpoints so far handed over along dp."""
+        return dict(self._saved_bytes)
 
     def bytes_per_evaluation(self) -> int:
         """Bytes that `evaluate` hands over: a sum and a weight per metric."""

@@ -326,6 +326,7 @@ class Trainer:
             for name, count in part.items():
                 total[name] = total.get(name, 0) + count * times
 
+        add(replica.bytes_of_saves(), 1)
         add(replica.bytes_per_step(), self._clock.num_steps)
         if self.plan.dp > 1:
             add({"all_gather": replica.bytes_per_check()}, self._checks)

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from meshloom.graph.capture import capture
 from meshloom.graph.choose import Choice, Rates, choose
-from meshloom.graph.cuts import candidates, numbers_of, pieces_of
+from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of
 from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Node
@@ -34,7 +34,9 @@ from meshloom.job import Job
 from meshloom.random import KeyedDraws, preserved_draws, seed_everything
 
 SEED = 3
-RATES = Rates(flops_per_second=1e6, bytes_per_second=1e5, link_bytes_per_second=1e5, latency_seconds=1e-5)  # for which tiny models pay
+RATES = Rates(
+    flops_per_second=1e6, bytes_per_second=1e5, link_bytes_per_second=1e5, latency_seconds=1e-5, start_seconds=1e-5
+)  # for which tiny models pay
 FLOOR = 1e-3  # of the largest gradient's norm: what is smaller is compared with that
 
 Decide = Callable[[Layout, int], Choice]
@@ -86,7 +88,12 @@ def subject_of(job: Job, *, batches: tuple[Any, Any] | None = None) -> Subject:
         for name, each in model.named_buffers():
             each.copy_(before[name])
     return Subject(
-        model=model, batch=batch, layout=layout_of(program, BUILT_IN), outputs=[each.detach() for each in outputs], gradients=gradients, buffers=buffers
+        model=model,
+        batch=batch,
+        layout=layout_of(program, BUILT_IN),
+        outputs=[each.detach() for each in outputs],
+        gradients=gradients,
+        buffers=buffers,
     )
 
 
@@ -101,7 +108,10 @@ def compare(subject: Subject, num_ranks: int, decide: Decide = cheapest, visit: 
     ranks = range(num_ranks)
     named = dict(subject.model.named_parameters())
     parameters = [
-        {name: _selected(each.detach(), _held(part.parameters[name], rank)).clone().requires_grad_(each.requires_grad) for name, each in named.items()}
+        {
+            name: _selected(each.detach(), _held(part.parameters[name], rank)).clone().requires_grad_(each.requires_grad)
+            for name, each in named.items()
+        }
         for rank in ranks
     ]
     buffers = [
@@ -132,9 +142,7 @@ def _gradients(subject: Subject, part: Partition, parameters: list[dict[str, nn.
             continue
         pieces = part.parameters[name]
         index = [_held(pieces, rank) for rank in range(pieces.num_ranks)]
-        found = [
-            each if each is not None else torch.zeros_like(_selected(expected, index[rank])) for rank, each in enumerate(found)
-        ]
+        found = [each if each is not None else torch.zeros_like(_selected(expected, index[rank])) for rank, each in enumerate(found)]
         holders = torch.zeros(expected.shape)
         total = torch.zeros_like(expected)
         for rank, each in enumerate(found):
@@ -233,6 +241,7 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
     for value in [*(each.value for each in program.parameters.values()), *(sorted(in_place) if spread else [])]:
         graded = layout.metas[value][0].requires_grad
         found = [cut for axis in layout.values[value][0] for number in sorted(numbers.leaves(axis)) for cut in cuts.get(number, [])]
+        found = [cut for cut in found if covers(layout.values[value][0], cut, numbers)]
         parts: list[Placement] = [Part(cut) for cut in found if graded or not pieces_of(layout.values[value][0], cut, numbers, num_ranks).is_shared]
         variables[value] = chance.choice([INVARIANT, *([REPLICATED] if graded else []), *([chance.choice(parts)] * 3 if parts else [])])
     strategies: dict[str, Strategy] = {}
@@ -259,6 +268,4 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
             kinds.setdefault("cut" if each.cut else str(each.output), []).append(each)
         kind = "cut" if "cut" in kinds and chance.random() < 0.6 else chance.choice(sorted(kinds))
         strategies[node.name] = chance.choice(kinds[kind])
-    return Choice(
-        num_ranks=num_ranks, layout=layout, numbers=numbers, strategies=strategies, variables=variables, seconds=0.0, chosen=()
-    )
+    return Choice(num_ranks=num_ranks, layout=layout, numbers=numbers, strategies=strategies, variables=variables, seconds=0.0, chosen=())

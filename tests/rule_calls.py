@@ -286,7 +286,9 @@ def _norm(c: Chance) -> OneCall:
 def _attention(c: Chance) -> OneCall:
     lead, heads, repeats = c.shape(0, 1), c.size(), c.one(1, 1, 2)
     queries, keys, size, value = c.size(), c.size(), c.size(), c.size()
-    mask = c.one(None, c.normal(queries, keys), c.normal(heads * repeats, 1, keys), c.normal(*(1 for _ in lead), heads * repeats, queries, keys) > -1.5)
+    mask = c.one(
+        None, c.normal(queries, keys), c.normal(heads * repeats, 1, keys), c.normal(*(1 for _ in lead), heads * repeats, queries, keys) > -1.5
+    )
     if mask is not None and not lead and mask.ndim > 3:
         mask = None
     causal = mask is None and c.yes()
@@ -443,7 +445,9 @@ def _slice(c: Chance) -> OneCall:
     dim = c.dim(x)
     size = x.shape[dim]
     start = c.random.randrange(-size, size - 1)
-    return call("slice.Tensor", x, dim, c.one(None, start), c.one(2**63 - 1, size, size - 1, -1) if start % size < size - 1 else size, c.one(1, 1, 1, 2))
+    return call(
+        "slice.Tensor", x, dim, c.one(None, start), c.one(2**63 - 1, size, size - 1, -1) if start % size < size - 1 else size, c.one(1, 1, 1, 2)
+    )
 
 
 def _narrow(c: Chance) -> OneCall:
@@ -582,7 +586,7 @@ def _recurrent(name: str) -> Make:
             weights += [c.normal(gates * hidden), c.normal(gates * hidden)]
         start = c.normal(layers, batch, hidden)
         states = (start, c.normal(layers, batch, hidden)) if name == "lstm" else start
-        return call(f"{name}.input", x, states, tuple(weights), True, layers, 0.0, True, False, first)
+        return call(f"{name}.input", x, states, tuple(weights), True, layers, c.one(0.0, 0.3), True, False, first)
 
     return make
 

@@ -49,7 +49,7 @@ class Checked:
 
 def check_call(one: OneCall, rules: Rules, num_ranks: int, chance: Chance, checked: Checked) -> None:
     """Compare every way in which `num_ranks` ranks can compute a call. Raises AssertionError naming the way that differs."""
-    program, operands = _program_of(one)
+    program, operands = program_of(one)
     layout = layout_of(program, rules)
     _give_parts(layout, chance)
     numbers = numbers_of(layout)
@@ -75,7 +75,7 @@ def check_call(one: OneCall, rules: Rules, num_ranks: int, chance: Chance, check
             checked.labels.update(label for label, axis in mapped.labels.items() if numbers.leaves(axis) & strategy.cut.parts.keys())
 
 
-def _program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
+def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
     """A program of one node, whose tensors are parameters."""
     operands: list[Tensor] = []
 
@@ -88,13 +88,15 @@ def _program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
     args, kwargs = refer(one.args), {key: refer(value) for key, value in one.kwargs.items()}
     with CountDraws() as draws:
         outputs = [each for each in tree_leaves(one.target(*_cloned(one.args), **_cloned(one.kwargs))) if isinstance(each, Tensor)]
-    written = {place for place, argument in enumerate(one.target._schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write}
-    updated = {each.name for place in written if place < len(args) and isinstance(each := args[place], Ref)}
-    fixed = {ref.name for argument, value in zip(one.target._schema.arguments, args, strict=False) if argument.name in one.fixed for ref in refs_in(value)}
-    graded = [(each.is_floating_point() or each.is_complex()) and f"x{place}" not in fixed for place, each in enumerate(operands)]
-    variables = {
-        f"x{place}": Variable(value=f"x{place}", name=f"x{place}", meta=_meta(each, graded[place])) for place, each in enumerate(operands)
+    written = {
+        place for place, argument in enumerate(one.target._schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write
     }
+    updated = {each.name for place in written if place < len(args) and isinstance(each := args[place], Ref)}
+    fixed = {
+        ref.name for argument, value in zip(one.target._schema.arguments, args, strict=False) if argument.name in one.fixed for ref in refs_in(value)
+    }
+    graded = [(each.is_floating_point() or each.is_complex()) and f"x{place}" not in fixed for place, each in enumerate(operands)]
+    variables = {f"x{place}": Variable(value=f"x{place}", name=f"x{place}", meta=_meta(each, graded[place])) for place, each in enumerate(operands)}
     context = Context()
     metas = tuple(_meta(each, (each.is_floating_point() or each.is_complex()) and any(graded)) for each in outputs)
     node = Node(
@@ -167,7 +169,9 @@ def _check(whole: _Whole, strategy: Strategy, layout: Layout, numbers: Numbers, 
         variables={ref.name: placement for ref, placement in zip(node.operands(), strategy.operands, strict=True)},
         seconds=0.0, chosen=(),
     )  # fmt: skip
-    held = [_indices(layout.values[ref.name][0], placement, numbers, num_ranks) for ref, placement in zip(node.operands(), strategy.operands, strict=True)]
+    held = [
+        _indices(layout.values[ref.name][0], placement, numbers, num_ranks) for ref, placement in zip(node.operands(), strategy.operands, strict=True)
+    ]
     parts = [
         [each.requires_grad_(used.requires_grad) for each in _given(tensor, placement, index, chance)]
         for tensor, used, placement, index in zip(whole.operands, whole.used, strategy.operands, held, strict=True)

@@ -122,7 +122,7 @@ def test_a_plan_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     printed = capsys.readouterr().out
     assert "tp=2 divides " in printed and "Whole: norm.bias" in printed
     (record,) = [each for each in map(json.loads, (tmp_path / "records").read_text().splitlines()) if each["event"] == "division"]
-    assert record["plan"] == "dp=1,tp=2,microbatches=2" and set(record["bytes_per_step"]) <= {
+    assert record["plan"] == "dp=1,tp=2,microbatches=2" and set(record["num_bytes"]) <= {
         "all_reduce",
         "all_gather",
         "reduce_scatter",

@@ -247,3 +247,13 @@ def test_a_wrong_request_is_one_sentence_and_2(words: list[str], sentence: str, 
     error = capsys.readouterr().err
     assert sentence in error
     assert "Traceback" not in error
+
+
+def test_a_plan_with_tp_is_told_before_it_runs(capsys: pytest.CaptureFixture[str]):
+    assert main(["describe", FILE, "--plan", "tp=2,tp_placements=layers.*.up:column", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"layers\.\d.*up.*weight column", err) and "tp=2 divides" in err and "Sent by a rank per step" in err
+    told = [json.loads(line) for line in out.splitlines()][-1]
+    assert told["event"] == "division" and told["num_ranks"] == 2 and 0 < told["parameters_divided"] <= 1 and told["num_bytes"]
+    assert main(["describe", FILE, "--plan", "tp=2,tp_placements=nothing.*:column"]) == 2
+    assert "nothing.*" in capsys.readouterr().err

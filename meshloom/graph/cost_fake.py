@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.graph.contexts import Entered
 from meshloom.graph.nodes import Meta, Node, Ref, refs_in
+from meshloom.graph.on_cpu import AsOnCPU
 from meshloom.graph.program import Program
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have no values; gradients are recorded."""
-    with torch.enable_grad(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False), _Workspaces():
+    with torch.enable_grad(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False), AsOnCPU():
         yield
 
 
@@ -81,43 +81,6 @@ def loss_of(program: Program, values: Mapping[str, Any]) -> Tensor | None:
     first = program.outputs[0] if program.outputs else None
     value = values.get(first.name) if isinstance(first, Ref) else None
     return value.sum() if isinstance(value, Tensor) and value.requires_grad else None
-
-
-class _Workspaces(TorchDispatchMode):
-    """Gives the CPU's recurrent layer the workspace that it has; torch's own fake of it has an empty one."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        value = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.mkldnn_rnn_layer.default:
-            return value
-        length, batch, features = args[0].shape
-        num_bytes = workspace_bytes(length, batch, features, hidden=args[10], itemsize=args[0].element_size()) if args[15] else 0
-        return *value[:3], value[3].new_empty(num_bytes)
-
-
-def workspace_bytes(length: int, batch: int, features: int, *, hidden: int, itemsize: int) -> int:
-    """Bytes that oneDNN's LSTM keeps from forward to backward: gates and states of one layer in one direction, each on pages of its own.
-
-    Source: oneDNN, src/cpu/rnn/rnn_utils (sizes and offsets of the workspace); found equal to what torch 2.13 allocates.
-    """
-    width, rows, steps = max(features, hidden), 2 * (length + 1) * batch, length * batch
-    parts = [
-        rows * _row(width, itemsize) * itemsize,  # states, and their gradients in float32
-        rows * _row(width, 4) * 4,
-        rows * _row(width, 4) * 4,
-        rows * hidden * itemsize,  # cells, and their gradients
-        rows * hidden * 4,
-        steps * _row(4 * hidden, itemsize) * itemsize,  # gates
-        steps * _row(hidden, itemsize) * itemsize,
-    ]
-    return sum(-(-part // 4096) * 4096 for part in parts)
-
-
-def _row(num_elements: int, itemsize: int) -> int:
-    """Elements of a row: whole cache lines, one more where rows would fall onto each other in the cache."""
-    line = 64 // itemsize
-    rounded = -(-num_elements // line) * line
-    return rounded + line if rounded % 256 == 0 else rounded
 
 
 def _last_uses(program: Program) -> dict[str, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.graph.axes import Axis
@@ -73,6 +73,29 @@ def pieces_of(axes: Axes, cut: Cut | None, numbers: Numbers, num_ranks: int) -> 
     """What each rank holds of a value with these axes."""
     rows = tuple(tuple(runs_of(axis, cut, numbers, rank) for axis in axes) for rank in range(num_ranks))
     return Pieces(tuple(axis.size for axis in axes), rows)
+
+
+def covers(axes: Iterable[Axis], cut: Cut, numbers: Numbers) -> bool:
+    """Whether the ranks' parts of a value with these axes make up all of it, and those of ranks that share some overlap in blocks.
+
+    A part of one axis times a part of another is not all there is, unless they were cut as a product; nor is a part times itself.
+    """
+    cut_axes = [axis for axis in axes if numbers.leaves(axis) & cut.parts.keys()]
+    if len(cut_axes) > 1:
+        touched = [numbers.leaves(axis) & cut.parts.keys() for axis in cut_axes]
+        if not cut.times or sum(map(len, touched)) > len(frozenset().union(*touched)) or any(map(_is_joined, cut_axes)):
+            return False
+    for axis in cut_axes:
+        if axis.kind == "product" and not covers(axis.parts, cut, numbers):
+            return False
+        if axis.kind == "concatenation" and not all(covers((part,), cut, numbers) for part in axis.parts):
+            return False
+    return True
+
+
+def _is_joined(axis: Axis) -> bool:
+    """Whether a concatenation is in it."""
+    return axis.kind == "concatenation" or any(map(_is_joined, axis.parts))
 
 
 def runs_of(axis: Axis, cut: Cut | None, numbers: Numbers, rank: int) -> Runs | None:

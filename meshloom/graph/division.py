@@ -23,7 +23,7 @@ from meshloom.graph.leaves import leaves_of
 from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.programs import Programs
-from meshloom.graph.rules.table import BUILT_IN
+from meshloom.graph.rules.table import rules_with
 from meshloom.graph.traffic import sent_in_chunk
 from meshloom.job import Job, LossFunction
 
@@ -50,6 +50,7 @@ class Division:
         self._team = team
         self._dtype = dtype
         self._rates = rates
+        self._rules = rules_with(job.rules)
         self._placements = placements
         self._memory_bytes = memory_bytes
         self._programs: dict[LossFunction, Programs] = {}
@@ -110,7 +111,7 @@ class Division:
         if loss not in self._programs:
             self._programs[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
         program = yield from self._programs[loss].read_together(group, _alike(batch) if group.rank == 0 else None, training=training)
-        layout = layout_of(program, BUILT_IN)
+        layout = layout_of(program, self._rules)
         held = self._first.held if self._first else None
 
         def chosen() -> Choice:

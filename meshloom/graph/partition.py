@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from meshloom.graph.choose import Choice, Held
 from meshloom.graph.collectives import Kind, Transition
 from meshloom.graph.contexts import Context
@@ -124,6 +126,12 @@ class _Builder:
                 pieces = pieces_of(axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks)
                 stride = node.outputs[0].stride if mapped.factors.drawn is None else None
                 target = PartOfDraw(op=target, sizes=pieces.shape, held=pieces.held[self.rank], count=node.num_draws, stride=stride)
+        elif node.num_draws and mapped is not None and mapped.factors.drawn is None:
+            # All of it, and yet it may lie in memory otherwise than on one device, and is drawn in that order.
+            sizes, stride = node.outputs[0].shape, node.outputs[0].stride
+            target = PartOfDraw(op=target, sizes=sizes, held=(None,) * len(sizes), count=node.num_draws, stride=stride)
+        # What came from other ranks, or was made of a part, may lie in memory so that it cannot be viewed.
+        target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
         self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs))
 
     def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
@@ -148,7 +156,8 @@ class _Builder:
             target=Transition(source=_kind(source), target=_kind(target), before=before, after=after),
             args=(ref,),
             kwargs={},
-            context=self._context(ref, node),
+            # Its value may be wanted with gradients later, whatever the first to want it does.
+            context=Context(autocast=node.context.autocast if node else ()),
             path=node.path if node else "",
             line=node.line if node else None,
             draw=None,
@@ -157,9 +166,6 @@ class _Builder:
         )
         self.nodes.append(made)
         return name
-
-    def _context(self, ref: Ref, node: Node | None) -> Any:
-        return node.context if node is not None else Context()
 
     def _replaced(self, value: Any, wanted: Any, node: Node) -> Any:
         if isinstance(value, Ref):

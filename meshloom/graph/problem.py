@@ -18,7 +18,7 @@ from scipy.sparse import coo_matrix
 
 from meshloom.errors import PlanError
 from meshloom.graph.cost import Cost
-from meshloom.graph.cuts import candidates, numbers_of, pieces_of
+from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of
 from meshloom.graph.keeping import HELD_COPIES, kept_operands, kept_within
 from meshloom.graph.layout import Layout
 from meshloom.graph.nodes import Node
@@ -148,6 +148,7 @@ class Problem:
             options += [
                 Part(cut)
                 for cut in dict.fromkeys(cut for axis in axes for number in sorted(self.numbers.leaves(axis)) for cut in self.cuts.get(number, []))
+                if covers(axes, cut, self.numbers)
             ]
         if fixed is not None:
             options = [

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshloom.graph.axes import Axis
-from meshloom.graph.cuts import Numbers, pieces_of, runs_of
+from meshloom.graph.cuts import Numbers, covers, pieces_of, runs_of
 from meshloom.graph.layout import Axes, Layout, Mapped
 from meshloom.graph.nodes import Node
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
+from meshloom.graph.rules.factors import labels_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ def strategies_of(node: Node, layout: Layout, numbers: Numbers, cuts: Mapping[in
             yield Strategy(operands=(REPLICATED,), output=REPLICATED)
             yield Strategy(operands=(PARTIAL,), output=PARTIAL)
             for cut in _touching((axis for each in axes for axis in each), numbers, cuts):
+                if not all(covers(each, cut, numbers) for each in axes):
+                    continue
                 # The other tensors of the same node lie in parts too, whether or not this one does.
                 yield Strategy(operands=(Part(cut),), output=placed(layout.values[node.name], cut, numbers), cut=cut)
         return
@@ -75,21 +78,26 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     factors = mapped.factors
     touched = {label: numbers.leaves(axis) & cut.parts.keys() for label, axis in mapped.labels.items()}
     touched = {label: axes for label, axes in touched.items() if axes}
-    if not touched or touched.keys() & mapped.whole or _clash(touched, mapped):
+    if not touched or touched.keys() & mapped.whole or _clash(touched, mapped, cut):
         return None
-    if any(_squared(mapped.labels[label], numbers, axes) for label, axes in touched.items()):
+    if not all(covers((mapped.labels[label],), cut, numbers) for label in touched):
         return None
-    ranks = range(len(next(iter(cut.parts.values()))))
-    if any(len(runs_of(mapped.labels[label], cut, numbers, rank) or ()) > 1 for label in touched.keys() & factors.in_one_run for rank in ranks):
-        return None
-    operands: list[Placement] = []
-    for place, (ref, dims) in enumerate(zip(node.operands(), factors.operands, strict=True)):
-        axes = layout.values[ref.name][0]
-        for term, axis in zip(dims, axes, strict=True):
-            if term is None and numbers.leaves(axis) & cut.parts.keys():
-                return None  # this dim has to be whole, and it is one of those that are cut
-        operands.append(PARTIAL if place in factors.added and touched.keys() & factors.sums else placed((axes,), cut, numbers))
+    for label in touched.keys() & (factors.in_one_run | factors.filled):
+        counts = [len(runs_of(mapped.labels[label], cut, numbers, rank) or ()) for rank in range(len(next(iter(cut.parts.values()))))]
+        if (label in factors.in_one_run and max(counts) > 1) or (label in factors.filled and min(counts) < 1):
+            return None
     outputs = layout.values[node.name]
+    values = [layout.values[ref.name][0] for ref in node.operands()]
+    for dims, axes in zip((*factors.operands, *factors.outputs), (*values, *outputs), strict=True):
+        if not covers(axes, cut, numbers):
+            return None
+        for term, axis in zip(dims, axes, strict=True):
+            known = frozenset[int]().union(*(touched.get(label, frozenset()) for label in labels_in(term)))
+            if numbers.leaves(axis) & cut.parts.keys() != known:
+                return None  # a dim that has to be whole, or did not fit its labels, is one of those that are cut
+    operands: list[Placement] = [
+        PARTIAL if place in factors.added and touched.keys() & factors.sums else placed((axes,), cut, numbers) for place, axes in enumerate(values)
+    ]
     result = placed(outputs, cut, numbers)
     work = _largest_share(touched, cut, numbers)
     if touched.keys() & (factors.joins | factors.sums):
@@ -104,22 +112,14 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     return Strategy(operands=tuple(operands), output=result, work=work, cut=cut)
 
 
-def _clash(touched: Mapping[str, frozenset[int]], mapped: Mapped) -> bool:
-    """Whether two labels that multiply are the same axis: a part of one with the same part of the other is not all there is."""
+def _clash(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: Cut) -> bool:
+    """Whether two labels that multiply are cut, so that a part of one with a part of the other is not all there is."""
     names = list(touched)
     return any(
-        touched[one] & touched[other] and frozenset({one, other}) not in mapped.apart for place, one in enumerate(names) for other in names[:place]
+        (touched[one] & touched[other] or not cut.times) and frozenset({one, other}) not in mapped.apart
+        for place, one in enumerate(names)
+        for other in names[:place]
     )
-
-
-def _squared(axis: Axis, numbers: Numbers, cut: Iterable[int]) -> bool:
-    """Whether one of these axes is in a product with itself: a part of it times the same part is not all there is."""
-    parts = [part.root for part in axis.parts]
-    if axis.kind == "product":
-        found = [numbers.leaves(part) & set(cut) for part in parts]
-        if any(one & other for place, one in enumerate(found) for other in found[:place]):
-            return True
-    return any(_squared(part, numbers, cut) for part in parts)
 
 
 def _largest_share(touched: Mapping[str, frozenset[int]], cut: Cut, numbers: Numbers) -> float:

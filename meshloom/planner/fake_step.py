@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,12 +98,25 @@ class FakeStep:
 
 
 class _Numbers(TorchDispatchMode):
-    """Tensors without values that are asked for one (a count of steps) say 2."""
+    """Tensors without values that are asked for one (a count of steps) say 2. What is written in place is not computed: it stays what it is."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 2.0 if args[0].is_floating_point() else 2
+        if _is_in_place(func) and args and isinstance(args[0], Tensor):
+            return args[0]
         return func(*args, **(kwargs or {}))
+
+
+@cache
+def _is_in_place(func: Any) -> bool:
+    """Whether a call writes values into its first operand, gives just that, and changes no shape. An optimizer is mostly such calls."""
+    schema = func._schema
+    own = schema.arguments[0].alias_info if schema.arguments else None
+    given = schema.returns[0].alias_info if len(schema.returns) == 1 else None
+    changes_shape = torch.Tag.inplace_view in func.tags or schema.name.endswith("resize_")
+    others_stay = not any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments[1:])
+    return own is not None and own.is_write and given is not None and given.is_write and others_stay and not changes_shape
 
 
 class _Life(TorchDispatchMode):

@@ -63,6 +63,7 @@ class Factors:
     whole: labels that may not be cut. sums: labels that, when cut, leave partial results.
     joins: labels over which, when cut, the operator talks to the other ranks itself and gives all of them the whole result.
     in_one_run: labels of which a rank's part has to be indices without a gap: the call finds it by where it starts.
+    filled: labels of which every rank has to have an index: the kernel refuses to work on none.
     added: operands that are added to a partial result, and so have to be partial themselves.
     linear: sets of operands that may be partial (the others being replicated), so that the result is.
     drawn: dims of what is drawn at random inside; None: those of the first output; (): nothing, whatever torch says.
@@ -76,6 +77,7 @@ class Factors:
     sums: frozenset[str] = frozenset()
     joins: frozenset[str] = frozenset()
     in_one_run: frozenset[str] = frozenset()
+    filled: frozenset[str] = frozenset()
     added: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     drawn: Dims | None = None

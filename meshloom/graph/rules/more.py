@@ -15,8 +15,9 @@ def _channels(call: Call) -> Factors | None:
     dims: Dims = tuple(f"d{place}" if place < batched else None for place in range(len(x.shape)))
     linear = (frozenset({0}),) if "max" not in call.name else ()
     return Factors(
-        operands=(dims,), outputs=(dims,) * len(call.outputs), sizes={f"d{place}": x.shape[place] for place in range(batched)}, linear=linear
-    )
+        operands=(dims,), outputs=(dims,) * len(call.outputs), sizes={f"d{place}": x.shape[place] for place in range(batched)}, linear=linear,
+        filled=frozenset(f"d{place}" for place in range(batched)),
+    )  # fmt: skip
 
 
 def _space(call: Call) -> int:
@@ -70,7 +71,7 @@ def _recurrent(call: Call) -> Factors | None:
     """lstm, gru, rnn: only the batch may be cut. input [t, b, i] or [b, t, i], states [layers, b, h]."""
     x = call.arguments.get("input")
     first = bool(call.arguments.get("batch_first"))
-    if not isinstance(x, Operand) or len(x.shape) != 3 or call.node.num_draws:
+    if not isinstance(x, Operand) or len(x.shape) != 3:
         return None
     place = 0 if first else 1
     dims: Dims = tuple("b" if each == place else None for each in range(3))
@@ -85,7 +86,8 @@ def _recurrent(call: Call) -> Factors | None:
         else:
             operands.append((None,) * len(operand.shape))
     outputs: tuple[Dims, ...] = (dims, *((None, "b", None),) * (len(call.outputs) - 1))
-    return Factors(operands=tuple(operands), outputs=outputs, sizes={"b": x.shape[place]})
+    inside = (None, "b", None)  # what is dropped between layers is [t, b, h], whatever the order of the operands
+    return Factors(operands=tuple(operands), outputs=outputs, sizes={"b": x.shape[place]}, drawn=inside, filled=frozenset({"b"}))
 
 
 def _cell(call: Call) -> Factors | None:

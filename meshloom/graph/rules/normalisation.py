@@ -36,6 +36,7 @@ def _over_batch(call: Call) -> Factors | None:
         operands=(tuple(dims), *(("c",) for _ in call.operands[1:])),
         outputs=(tuple(dims),) + (("c",),) * (len(call.outputs) - 1),
         sizes={name: size for name, size in sizes.items() if name in used},
+        filled=frozenset({"c"}),
     )
 
 
@@ -44,7 +45,7 @@ def _instance_norm(call: Call) -> Factors | None:
     if len(call.operands) > 1 and any(isinstance(call.arguments.get(name), Operand) for name in ("running_mean", "running_var")):
         return None
     dims: Dims = ("b", "c", *(None,) * (len(x.shape) - 2))
-    return Factors(operands=(dims, *(("c",) for _ in call.operands[1:])), outputs=(dims,), sizes={"b": x.shape[0], "c": x.shape[1]})
+    return Factors(operands=(dims, *(("c",) for _ in call.operands[1:])), outputs=(dims,), sizes={"b": x.shape[0], "c": x.shape[1]}, filled=frozenset({"b", "c"}))
 
 
 def _group_norm(call: Call) -> Factors | None:
@@ -61,7 +62,7 @@ def _group_norm(call: Call) -> Factors | None:
 
     return Factors(
         operands=(dims, *((channels,) for _ in call.operands[1:])), outputs=(dims,), sizes=sizes,
-        whole=frozenset({"c"} if size != 1 else ()), local=local,
+        whole=frozenset({"c"} if size != 1 else ()), filled=frozenset({"b", "g"}), local=local,
     )  # fmt: skip
 
 

@@ -71,6 +71,7 @@ def _convolution(call: Call) -> Factors | None:
         sums=frozenset({"i"}) if groups == 1 else frozenset(),
         whole=frozenset() if groups == 1 else frozenset({"i", "o"}),
         added=bias,
+        filled=frozenset({"g"}),
         linear=(frozenset({0}) | bias, frozenset({1}) | bias),
         local=_with_groups,
     )

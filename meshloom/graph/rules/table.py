@@ -13,7 +13,8 @@ from meshloom.graph.rules.indexing import INDEXING
 from meshloom.graph.rules.losses import LOSSES
 from meshloom.graph.rules.more import MORE
 from meshloom.graph.rules.normalisation import NORMALISATION
-from meshloom.graph.rules.products import PRODUCTS, text
+from meshloom.graph.rules.own import own_rules
+from meshloom.graph.rules.products import PRODUCTS
 from meshloom.graph.rules.reductions import REDUCTIONS
 from meshloom.graph.rules.views import VIEWS
 
@@ -24,12 +25,7 @@ BUILT_IN: Rules = {**ELEMENTWISE, **VIEWS, **PRODUCTS, **ATTENTION, **NORMALISAT
 
 def rules_with(own: Mapping[str, str]) -> Rules:
     """The built-in rules and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises `CaptureError` for a text that is no map."""
-    made: dict[str, Rule] = dict(BUILT_IN)
-    for name, pattern in own.items():
-        if "->" not in pattern or "::" not in name:
-            raise CaptureError(f'The rule {name!r}: {pattern!r} is none. Write it like "mylib::gate": "b* f, b* f -> b* f".')
-        made[name] = text(pattern)
-    return made
+    return {**BUILT_IN, **own_rules(own)}
 
 
 def factors_of(call: Call, rules: Rules) -> Factors | None:

@@ -1,0 +1,68 @@
+"""What the CPU's operators give where torch's own fakes of them give something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class AsOnCPU(TorchDispatchMode):
+    """Around fake tensors on a CPU: the workspace of a recurrent layer, the strides of a batch norm."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        correct = _CORRECTIONS.get(func)
+        return correct(args, value) if correct else value
+
+
+def _with_workspace(args: Sequence[Any], value: Any) -> Any:
+    """The recurrent layer's workspace, which is empty in the fake."""
+    length, batch, features = args[0].shape
+    num_bytes = workspace_bytes(length, batch, features, hidden=args[10], itemsize=args[0].element_size()) if args[15] else 0
+    return *value[:3], value[3].new_empty(num_bytes)
+
+
+def _made_contiguous(args: Sequence[Any], value: Any) -> Any:
+    """Batch norm of a transposed tensor gives a contiguous one; the fake has its input's strides, and what follows would need no copy."""
+    x = args[0]
+    if x.device.type != "cpu" or any(x.is_contiguous(memory_format=each) for each in _FORMATS.get(x.ndim, (torch.contiguous_format,))):
+        return value
+    return x.new_empty(x.shape, dtype=value[0].dtype), *value[1:]
+
+
+_FORMATS = {
+    4: (torch.contiguous_format, torch.channels_last),
+    5: (torch.contiguous_format, torch.channels_last_3d),
+}
+_CORRECTIONS: Mapping[Any, Any] = {
+    torch.ops.aten.mkldnn_rnn_layer.default: _with_workspace,
+    torch.ops.aten.native_batch_norm.default: _made_contiguous,
+}
+
+
+def workspace_bytes(length: int, batch: int, features: int, *, hidden: int, itemsize: int) -> int:
+    """Bytes that oneDNN's LSTM keeps from forward to backward: gates and states of one layer in one direction, each on pages of its own.
+
+    Source: oneDNN, src/cpu/rnn/rnn_utils (sizes and offsets of the workspace); found equal to what torch 2.13 allocates.
+    """
+    width, rows, steps = max(features, hidden), 2 * (length + 1) * batch, length * batch
+    parts = [
+        rows * _row(width, itemsize) * itemsize,  # states, and their gradients in float32
+        rows * _row(width, 4) * 4,
+        rows * _row(width, 4) * 4,
+        rows * hidden * itemsize,  # cells, and their gradients
+        rows * hidden * 4,
+        steps * _row(4 * hidden, itemsize) * itemsize,  # gates
+        steps * _row(hidden, itemsize) * itemsize,
+    ]
+    return sum(-(-part // 4096) * 4096 for part in parts)
+
+
+def _row(num_elements: int, itemsize: int) -> int:
+    """Elements of a row: whole cache lines, one more where rows would fall onto each other in the cache."""
+    line = 64 // itemsize
+    rounded = -(-num_elements // line) * line
+    return rounded + line if rounded % 256 == 0 else rounded

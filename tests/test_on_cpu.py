@@ -1,0 +1,57 @@
+"""Fake tensors on a CPU are what its operators give: strides of batch norm, workspaces of recurrent layers; against the operators themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+from meshloom.graph.on_cpu import AsOnCPU, workspace_bytes
+
+aten = torch.ops.aten
+
+LAYOUTS = {
+    "plain": torch.zeros(6, 4),
+    "transposed": torch.zeros(4, 6).t(),
+    "sequence": torch.zeros(6, 4, 5),
+    "sequence, transposed": torch.zeros(6, 5, 4).transpose(1, 2),
+    "sequence of one": torch.zeros(6, 1, 4).transpose(1, 2),
+    "sequence, every second": torch.zeros(6, 4, 10)[:, :, ::2],
+    "picture": torch.zeros(6, 4, 5, 3),
+    "picture, channels last": torch.zeros(6, 4, 5, 3).to(memory_format=torch.channels_last),
+    "picture, turned": torch.zeros(6, 4, 5, 3).transpose(2, 3),
+    "picture, batch inside": torch.zeros(4, 6, 5, 3).transpose(0, 1),
+    "volume, channels last": torch.zeros(6, 4, 5, 3, 2).to(memory_format=torch.channels_last_3d),
+    "volume, turned": torch.zeros(6, 4, 5, 3, 2).transpose(2, 4),
+    "expanded": torch.zeros(6, 4, 1).expand(6, 4, 5),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_of_batch_norm(layout: str, training: bool):
+    def normed(x: Tensor) -> Tensor:
+        mean, variance, weight, bias = (torch.ones(4) for _ in range(4))
+        return F.batch_norm(x, mean, variance, weight.requires_grad_(), bias, training=training)
+
+    def steps(x: Tensor) -> list[tuple[int, int]]:
+        return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]  # that of a single element says nothing
+
+    x = LAYOUTS[layout]
+    with FakeTensorMode(), AsOnCPU():
+        fake = normed(torch.empty_strided(x.shape, x.stride()))
+    real = normed(x)
+    assert (steps(fake), fake.dtype) == (steps(real), real.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 3, 7, 5), (33, 17, 100, 90), (50, 8, 60, 60), (7, 8, 256, 64), (9, 2, 64, 256), (1, 1, 1, 1)])
+def test_workspace_of_a_recurrent_layer(shape: tuple[int, int, int, int], dtype: torch.dtype):
+    length, batch, features, hidden = shape
+    weights = [torch.zeros(4 * hidden, each, dtype=dtype) for each in (features, hidden)] + [torch.zeros(4 * hidden, dtype=dtype)] * 2
+    state = torch.zeros(1, batch, hidden, dtype=dtype)
+    x = torch.zeros(length, batch, features, dtype=dtype)
+    workspace = aten.mkldnn_rnn_layer(x, *weights, state, state.clone(), False, [], 2, hidden, 1, True, False, False, True)[3]
+    assert workspace_bytes(length, batch, features, hidden=hidden, itemsize=dtype.itemsize) == workspace.untyped_storage().nbytes()

@@ -1,0 +1,127 @@
+"""Plans with tp train what one device trains: on simulated ranks and on processes, with every optimizer, from checkpoint to checkpoint."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from meshloom.errors import CaptureError, PlanError, TrainingError
+from meshloom.job import Evaluate, Job
+from meshloom.plan import Plan
+from meshloom.trainer import Trainer
+from meshloom.verify.report import print_report
+from meshloom.verify.run import verify
+from tests.jobs import make_job
+from tests.processes import on_ranks
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+# Every model with every way of updating, plans going round, so that pairs meet; one optimizer per model in the covering subset.
+PLANS = ["tp=2", "tp=3", "dp=2,tp=2", "dp=2,tp=2,microbatches=2,zero=1", "dp=3,tp=2,zero=1,microbatches=2"]
+CASES = [
+    pytest.param(model, optimizer, PLANS[(row + 2 * column) % len(PLANS)], marks=() if row == column else pytest.mark.slow)
+    for row, model in enumerate(("mlp", "gpt", "cnn", "unused_twice"))
+    for column, optimizer in enumerate(("sgd", "adamw", "adafactor", "muon"))
+]
+
+
+def keyed(job: Job, plan: str, **settings: Any) -> Trainer:
+    return Trainer(job, f"{plan},keyed_draws=true", devices="simulated", dtype=torch.float64, **settings)
+
+
+@pytest.mark.parametrize(("model", "optimizer", "plan"), CASES)
+def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
+    report = verify(make_job(model, optimizer), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+    assert max(error.error for step in report.steps for error in step.errors) < 1e-10
+
+
+def test_what_is_divided_takes_less_of_every_rank():
+    with keyed(make_job("mlp", "adamw"), "tp=2") as trainer:
+        one, other = trainer.replicas
+        assert one.shards is not None and one.division is not None
+        divided = [name for name, _ in one.named if name in one.shards.pieces]
+        assert {"first.weight", "second.weight"} <= set(divided) or divided
+        for name, parameter in one.named:
+            whole = torch.Size(one.shards.whole_shape(name, parameter)).numel()
+            parts = parameter.numel() + dict(other.named)[name].numel()
+            assert parts == (whole if name in divided else 2 * whole)
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes  # the rest is let go
+
+
+def test_bytes_along_tp_are_as_predicted(tmp_path: Path):
+    for plan in ("tp=2", "dp=2,tp=3,microbatches=2,zero=1"):
+        job = replace(make_job("mlp", "muon"), clip_grad_norm=0.5)
+        with keyed(job, plan, steps=3, out=tmp_path / plan) as trainer:
+            summary = trainer.fit()
+        assert summary.counted.bytes["tp"] and summary.predicted == summary.counted
+
+
+def test_evaluation_is_one_devices():
+    def error(model: torch.nn.Module, batch: Any) -> Tensor:
+        return (model(batch["x"]).argmax(-1) != batch["y"]).double().mean()
+
+    job = make_job("mlp", "sgd")
+    job = replace(job, evaluate=Evaluate(data=job.data, metrics={"error": error, "loss": job.loss}, every=2))
+    found = []
+    for plan in ("dp=1", "tp=2", "dp=2,tp=2"):
+        with keyed(job, plan, steps=2) as trainer:
+            found.append(trainer.fit().evaluation)
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_goes_on_under_any_plan(optimizer: str, tmp_path: Path):
+    job = make_job("mlp", optimizer)
+    with keyed(job, "dp=1", steps=4) as trainer:
+        expected = trainer.fit().last_loss
+    for saved_under in ("dp=2,tp=2,zero=1", "dp=1"):
+        directory = tmp_path / saved_under
+        with keyed(job, saved_under, steps=2, out=directory) as trainer:
+            trainer.fit()
+        for plan in ("tp=3", "dp=1", "dp=2,tp=2"):
+            with keyed(job, plan, steps=4, resume=directory) as trainer:
+                assert trainer.fit().last_loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_ranks_that_drift_apart_are_found():
+    with keyed(make_job("gpt", "sgd"), "tp=2", steps=1) as trainer:
+        alike = next(name for name, _ in trainer.replicas[1].named if name not in trainer.replicas[1].shards.pieces)  # type: ignore[union-attr]
+        with torch.no_grad():
+            dict(trainer.replicas[1].named)[alike].view(-1)[0] += 1e-9
+        with pytest.raises(TrainingError, match=r"differs between ranks tp=0 and tp=1"):
+            trainer.fit()
+
+
+def test_what_cannot_be_read_is_refused_with_the_users_line():
+    with pytest.raises(CaptureError, match=r"jobs.py:\d+ .*Plans with dp alone run the module as it is"):
+        keyed(make_job("branch", "sgd"), "tp=2")
+    with pytest.raises(PlanError, match="sync_batch_norm=true works on modules, and tp=2"):
+        Plan(tp=2, sync_batch_norm=True)
+
+
+def _verified(model: str, optimizer: str, plan: str) -> str | None:
+    report = verify(make_job(model, optimizer), Plan.parse(plan), devices="cpu", steps=2, dtype=torch.float64)
+    if report is None:
+        return None
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=160))
+    return "EQUAL" if report.passed else stream.getvalue()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("model", "optimizer", "plan", "size"),
+    [("gpt", "adamw", "tp=2", 2), ("cnn", "muon", "tp=3", 3), ("mlp", "adafactor", "dp=2,tp=2,zero=1", 4)],
+)
+def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size: int):
+    assert on_ranks(_verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"
