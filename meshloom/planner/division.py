@@ -27,4 +27,4 @@ def division_of(job: Job, plan: Plan, *, batch_size: int | None = None, rates: R
     (batch,) = first_batches(job, 1, size)
     program = capture_shapes(job, batch)
     choice = choose(layout_of(program, rules_with(job.rules)), plan.tp, rates, placements=plan.tp_placements)
-    return account_of(partition(choice), costs(program), num_chunks=plan.microbatches)
+    return account_of(partition(choice), costs(program), num_chunks=plan.microbatches, placements=plan.tp_placements)
