@@ -59,7 +59,7 @@ def counted(part: Partition, model: nn.Module, batch: Any) -> list[dict[str, tup
     return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]
 
 
-@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("rates", ["usual", *(pytest.param(name, marks=pytest.mark.slow) for name in list(RATES)[1:])])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_predicted_are_bytes_counted(name: str, num_ranks: int, rates: str):
