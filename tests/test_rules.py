@@ -12,10 +12,13 @@ from tests.rule_table import FILE, table
 
 MOST_RANKS = 4
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The use of `x.T`:UserWarning",
-    "ignore:An output with one or more elements was resized:UserWarning",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings(
+        "ignore:The use of `x.T`:UserWarning",
+        "ignore:An output with one or more elements was resized:UserWarning",
+    ),
+]
 
 
 def check(name: str, seeds: range) -> Checked:
