@@ -31,6 +31,7 @@ from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.zero import ZeroOne
 from meshloom.graph.division import Division
+from meshloom.graph.pieces import place
 from meshloom.job import Job, LossFunction
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis, Place
@@ -120,7 +121,7 @@ class Replica:
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
         self._team_bytes: Counter[str] = Counter()  # what the chunks and steps so far are expected to hand over along tp
-        self._summed: list[nn.Parameter] = []  # whose gradients are added up over tp, once a step
+        self._summed: list[tuple[str, nn.Parameter]] = []  # whose gradients are added up over tp, once a step
         self._sum_later: set[int] = set()
         self.exchange: Exchange
         self.updater: Updater
@@ -155,8 +156,8 @@ class Replica:
         self.shards.divide(self.model)
         self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
-        self._summed = [parameter for name, parameter in self.named if name in division.first.summed]
-        self._sum_later = set(map(id, self._summed))
+        self._summed = [(name, parameter) for name, parameter in self.named if name in division.first.summed]
+        self._sum_later = {id(parameter) for _, parameter in self._summed}
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
         """Train on this replica's chunks of global batch `step`."""
@@ -350,18 +351,24 @@ class Replica:
         return self.division.run(dict(self.model.named_parameters()), dict(self.model.named_buffers()), data, loss=function, training=training)
 
     def _sum_over_team(self) -> Steps[None]:
-        """Add up over tp, in one flat all-reduce, the gradients of what every rank of the team used for its part only."""
-        used = [parameter for parameter in self._summed if parameter.grad is not None]
-        for dtype in sorted({parameter.dtype for parameter in used}, key=str):
-            gradients = [parameter.grad for parameter in used if parameter.dtype == dtype and parameter.grad is not None]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        """Add up over tp, in one flat all-reduce, the gradients of what several ranks of the team used, each for its part.
+
+        What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the whole.
+        """
+        shards = self.shards
+        assert shards is not None
+        used = [(name, parameter) for name, parameter in self._summed if parameter.grad is not None]
+        for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
+            mine = [(name, parameter.grad) for name, parameter in used if parameter.dtype == dtype and parameter.grad is not None]
+            whole = [place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient for name, gradient in mine]
+            flat = torch.cat([each.reshape(-1) for each in whole])
             work = self.seat.groups["tp"].all_reduce(flat)
-            self._team_bytes["all_reduce"] += sum(gradient.nbytes for gradient in gradients)
+            self._team_bytes["all_reduce"] += flat.nbytes
             yield
             work.wait()
-            for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
-        for parameter in used:
+            for (name, gradient), each, part in zip(mine, whole, flat.split([each.numel() for each in whole]), strict=True):
+                gradient.copy_(shards.take(name, part.view(each.shape)))
+        for _, parameter in used:
             self.exchange.gradient_ready(parameter)
 
     def _begin_chunk(self, chunk: Chunk, around: ExitStack, observer: Observer | None = None) -> None:

@@ -18,6 +18,7 @@ from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
+from tests.families import FAMILIES
 from tests.jobs import make_job
 from tests.processes import on_ranks
 
@@ -42,6 +43,20 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     assert report is not None
     assert report.passed, report.causes
     assert max(error.error for step in report.steps for error in step.errors) < 1e-10
+
+
+def test_heads_that_several_ranks_share_equal_one_device():
+    # 6 heads in 2 groups on 4 ranks: keys and values of a group lie on two ranks, whose gradients are parts of one sum.
+    plan = Plan(tp=4, tp_placements={"model.layers.*.self_attn.*": "heads"})
+    report = verify(FAMILIES["llama"].make_job(True), plan, devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+    with keyed(FAMILIES["llama"].make_job(False), str(plan), steps=2) as trainer:
+        shards = trainer.replicas[0].shards
+        assert shards is not None
+        assert any(pieces.is_shared for pieces in shards.pieces.values())
+        summary = trainer.fit()
+    assert summary.predicted == summary.counted
 
 
 def test_what_is_divided_takes_less_of_every_rank():

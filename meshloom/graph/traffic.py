@@ -6,6 +6,7 @@ largest, an all-to-all sends just what is asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -42,12 +43,11 @@ def sent_in_chunk(program: Program, rank: int) -> list[Sent]:
 
 
 def sent_at_the_end(part: Partition, rank: int) -> list[Sent]:
-    """The sum of gradients that several ranks hold parts of: one all-reduce per dtype, once a step."""
-    program = part.programs[rank]
+    """The sum of gradients that several ranks hold parts of: one all-reduce per dtype, once a step, each gradient in its place in the whole."""
     sizes: dict[str, int] = {}
     for name in part.summed:
-        meta = program.parameters[name].meta
-        sizes[str(meta.dtype)] = sizes.get(str(meta.dtype), 0) + num_bytes_of(program.parameters[name].meta)
+        dtype = part.programs[rank].parameters[name].meta.dtype
+        sizes[str(dtype)] = sizes.get(str(dtype), 0) + math.prod(part.parameters[name].shape) * dtype.itemsize
     return [Sent(collective="all_reduce", num_bytes=size, backward=True) for size in sizes.values()]
 
 
