@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.graph.cost_fake import fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, loss_of, run_nodes, tensors_in
+from meshloom.graph.cost_fake import device_asked, fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, loss_of, run_nodes, tensors_in
 from meshloom.graph.cost_rules import bytes_read_and_written, flops
 from meshloom.graph.nodes import Variable
 from meshloom.graph.program import Program
@@ -215,6 +215,8 @@ class _Meter(TorchDispatchMode):
         self.flops, self.read, self.written = (defaultdict[int, int](int) for _ in range(3))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if (device := device_asked(func, args)) is not None:
+            return device
         value = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # questions, like which device
             return value

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -69,6 +69,12 @@ def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterat
             for name in dying.get(node.name, ()):
                 del values[name]
             yield node
+
+
+def device_asked(func: Any, args: Sequence[Any]) -> torch.device | None:
+    """The answer if this call only asks a fake tensor for its device; autograd does so as often as it calls operators."""
+    asked = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+    return args[0].fake_device if asked else None
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.graph.cost_fake import fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, loss_of, run_nodes, tensors_in
+from meshloom.graph.cost_fake import device_asked, fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, loss_of, run_nodes, tensors_in
 from meshloom.graph.program import Program
 from meshloom.job import NamedParameters
 
@@ -169,6 +169,8 @@ class _Life(TorchDispatchMode):
         return worst
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if (device := device_asked(func, args)) is not None:
+            return device
         value = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
             for tensor in tensors_in(value):

@@ -44,7 +44,7 @@ equality to the last bit.
 - *bfloat16*: under autocast, with random masks. In the {kernels} families where attention runs another kernel, rounding to bfloat16 is in other places;
   the error may be twice what eager's own rounding is, and is measured against at least 0.1 of the largest gradient (elsewhere 0.001).
 
-{num_read} families are read, {num_refused} refused. A test asserts each number's limit, and each refusal's sentence. A dash stands where nothing was measured yet.
+{num_read} families are read, {num_refused} refused. A test asserts each number's limit, and each refusal's sentence.
 
 This file is generated: `python -m tests.families.table`.
 
