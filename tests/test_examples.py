@@ -85,3 +85,28 @@ def test_an_own_operator_has_the_losses_of_one_device_with_its_rule_and_without(
     assert len(rows) == 6 and all(len(losses) == 6 for losses in rows.values())
     for losses in rows.values():
         assert losses == pytest.approx(rows["tp=1  with the rule"], rel=1e-4)  # float32, sums in another order, 6 steps of AdamW
+
+
+def test_tensor_parallel_shows_one_product_twice_and_verifies_a_transformer(tmp_path: Path):
+    lines = run(str(ROOT / "examples/06_tensor_parallel.py"), cwd=tmp_path).stdout.splitlines()
+
+    def matrix(name: str, num_rows: int, after: str = "") -> list[list[float]]:
+        start = next(number for number, line in enumerate(lines) if line.startswith(after))
+        at = next(number for number, line in enumerate(lines) if number >= start and line.strip().startswith(name))
+        return [[float(value) for value in line[46:].split()] for line in lines[at : at + num_rows]]
+
+    x, w, d_y = matrix("X  ", 2), matrix("W  ", 4), matrix("dY  ", 2)
+    y = [[sum(a * row[column] for a, row in zip(sample, w, strict=True)) for column in range(4)] for sample in x]
+    assert matrix("all-gather: Y", 2) == y
+    assert matrix("all-reduce: Y", 2) == y
+    assert matrix("all-reduce: dX", 2) == [[sum(a * b for a, b in zip(gradient, row, strict=True)) for row in w] for gradient in d_y]
+    whole = [[sum(x[sample][i] * d_y[sample][o] for sample in range(2)) for o in range(4)] for i in range(4)]
+    updated = [[w[i][o] - 0.5 * whole[i][o] / 2 for o in range(4)] for i in range(4)]
+    name = "meshloom, rank {}: W_{} after a step"
+    columns = [matrix(name.format(rank, rank), 4, after="Split by columns") for rank in range(2)]
+    rows = [matrix(name.format(rank, rank), 2, after="Split by rows") for rank in range(2)]
+    assert [one + other for one, other in zip(*columns, strict=True)] == updated
+    assert rows[0] + rows[1] == updated
+    table = [line for line in lines if line.startswith("  blocks.0-1  x2")]
+    assert len(table) == 1
+    assert table[0].count("2 all_reduce") == 2  # forward and backward, in each of the two blocks

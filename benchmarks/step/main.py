@@ -1,8 +1,9 @@
-"""Seconds per training step of the benchmark GPT on two CPU ranks over Gloo: meshloom, DDP and FSDP2 side by side.
+"""Seconds per training step of the benchmark GPT on two CPU ranks over Gloo: meshloom and its peers side by side.
 
-    python benchmarks/step/main.py --json -
+    python benchmarks/step/main.py --mode dp --json -        # data parallel, against DDP and FSDP2
+    python benchmarks/step/main.py --mode tp --json -        # tensor parallel, against DTensor's parallelize_module
 
-One pair of processes with one thread each hosts all three systems, so that they meet the same machine. They are timed in
+One pair of processes with one thread each hosts all systems, so that they meet the same machine. They are timed in
 turns: a round is a few steps of each, and the order of the systems is reversed from round to round.
 """
 
@@ -17,28 +18,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import loss, make_data, make_model, make_optimizer
+from dtensor import wrap_dtensor
+from gpt import loss, make_data, make_fused_optimizer, make_model, make_optimizer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 import meshloom as ml
 
 RANKS = 2
+BASE = {"dp": ("torch ddp", "ddp"), "tp": ("torch dtensor", "dtensor")}  # mode -> the peer that ratios are taken to
 Step = Callable[[], float]  # one step; the loss of the whole batch (meshloom) or of this rank's share (the others)
+MakeOptimizer = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 Prepare = Callable[[], Step]  # read the next batch, which is not timed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
+    parser.add_argument("--mode", choices=list(BASE), default="dp", help="how meshloom divides a step, and which peers it meets")
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True) in all systems, instead of its defaults")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16], help="global batch sizes")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps of each system in a round")
@@ -49,16 +56,28 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory, "records.json")
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
-        words = ["--batches", *map(str, arguments.batches), "--rounds", str(arguments.rounds), "--steps", str(arguments.steps), "--json", str(output)]
+        words = [
+            "--mode",
+            arguments.mode,
+            *(["--fused"] if arguments.fused else []),
+            "--batches",
+            *map(str, arguments.batches),
+            "--rounds",
+            str(arguments.rounds),
+            "--steps",
+            str(arguments.steps),
+            "--json",
+            str(output),
+        ]
         code = subprocess.run([*launch, "--nproc-per-node", str(RANKS), __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
         if code:
             return code
         records = [json.loads(line) for line in output.read_text().splitlines()]
-    report(records, arguments.json)
+    report(records, arguments.json, BASE[arguments.mode][1])
     return 0
 
 
-def report(records: list[dict[str, Any]], target: str | None) -> None:
+def report(records: list[dict[str, Any]], target: str | None, base: str) -> None:
     """Records as JSON lines to `target`, and the ratios to standard error."""
     lines = "".join(json.dumps({key: value for key, value in record.items() if key != "rounds"}) + "\n" for record in records)
     if target == "-":
@@ -66,12 +85,13 @@ def report(records: list[dict[str, Any]], target: str | None) -> None:
     elif target:
         Path(target).write_text(lines)
     for record in records:
-        ddp = next(other for other in records if other["mode"] == "ddp" and other["batch"] == record["batch"])
-        ratio = statistics.median(own / theirs for own, theirs in zip(record["rounds"], ddp["rounds"], strict=True))
+        peer = next(other for other in records if other["mode"] == base and other["batch"] == record["batch"])
+        paired = statistics.median(own / theirs for own, theirs in zip(record["rounds"], peer["rounds"], strict=True))
+        ratio = record["seconds"]["median"] / peer["seconds"]["median"]
         seconds = record["seconds"]
         print(
-            f"batch {record['batch']:3}  {record['system']:<12} {seconds['median'] * 1e3:8.1f} ms"
-            f" ({seconds['minimum'] * 1e3:.1f} to {seconds['maximum'] * 1e3:.1f})   {ratio:.3f} of ddp",
+            f"batch {record['batch']:3}  {record['system']:<13} {seconds['median'] * 1e3:8.1f} ms"
+            f" ({seconds['minimum'] * 1e3:.1f} to {seconds['maximum'] * 1e3:.1f})   {ratio:.3f} ({paired:.3f}) of {base}",
             file=sys.stderr,
         )
 
@@ -81,7 +101,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with Path(arguments.json if os.environ["RANK"] == "0" else os.devnull).open("w") as file:
         for batch_size in arguments.batches:
-            rounds = time_systems(batch_size, arguments.rounds, arguments.steps)
+            optimizer = make_fused_optimizer if arguments.fused else make_optimizer
+            rounds = time_systems(arguments.mode, optimizer, batch_size, arguments.rounds, arguments.steps)
             for (system, mode), seconds in rounds.items():
                 summary = {"median": statistics.median(seconds), "minimum": min(seconds), "maximum": max(seconds)}
                 record = {"system": system, "mode": mode, "ranks": RANKS, "batch": batch_size, "seconds": summary, "rounds": seconds}
@@ -89,17 +110,21 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 file.flush()
 
 
-def time_systems(batch_size: int, num_rounds: int, num_steps: int) -> dict[tuple[str, str], list[float]]:
+def time_systems(mode: str, optimizer: MakeOptimizer, batch_size: int, num_rounds: int, num_steps: int) -> dict[tuple[str, str], list[float]]:
     """Seconds per step of each system in each round."""
     total_steps = (num_rounds + 1) * num_steps  # the first round warms up
     with ExitStack() as stack:
         # meshloom goes first: it joins the ranks that torchrun started, and the peers use what is there.
-        prepare: dict[tuple[str, str], Prepare] = {("meshloom", "dp"): open_meshloom(batch_size, total_steps, stack)}
+        prepare: dict[tuple[str, str], Prepare] = {("meshloom", mode): open_meshloom(f"{mode}={RANKS}", optimizer, batch_size, total_steps, stack)}
         if not dist.is_initialized():
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
-        prepare["torch ddp", "ddp"] = open_peer(wrap_ddp, batch_size, total_steps)
-        prepare["torch fsdp2", "fsdp2"] = open_peer(wrap_fsdp2, batch_size, total_steps)
+        if mode == "dp":
+            prepare["torch ddp", "ddp"] = open_peer(wrap_ddp, optimizer, shares(batch_size, total_steps))
+            prepare["torch fsdp2", "fsdp2"] = open_peer(wrap_fsdp2, optimizer, shares(batch_size, total_steps))
+        else:
+            batches = make_data(batch_size * total_steps).tensors[0].split(batch_size)
+            prepare["torch dtensor", "dtensor"] = open_peer(wrap_dtensor, optimizer, ([each] for each in batches), around=loss_parallel)
         seconds: dict[tuple[str, str], list[float]] = {system: [] for system in prepare}
         for number in range(num_rounds + 1):
             losses = {}
@@ -108,7 +133,7 @@ def time_systems(batch_size: int, num_rounds: int, num_steps: int) -> dict[tuple
                 if number:
                     seconds[system].append(duration)
             if number == 0:
-                check_equal(losses)
+                check_equal(losses, BASE[mode])
     assert torch.get_num_threads() == 1, "a system changed the number of threads"
     return seconds
 
@@ -128,24 +153,24 @@ def time_round(prepare: Prepare, num_steps: int) -> tuple[float, float]:
     return slowest.item(), first.item() / RANKS
 
 
-def check_equal(losses: dict[tuple[str, str], float]) -> None:
+def check_equal(losses: dict[tuple[str, str], float], base: tuple[str, str]) -> None:
     """All systems start from the same parameters and samples, so the first loss is the same up to rounding."""
     for system, value in losses.items():
-        torch.testing.assert_close(value, losses["torch ddp", "ddp"], rtol=1e-5, atol=0.0, msg=lambda text, system=system: f"{system}: {text}")
+        torch.testing.assert_close(value, losses[base], rtol=1e-5, atol=0.0, msg=lambda text, system=system: f"{system}: {text}")
 
 
-def open_meshloom(batch_size: int, num_steps: int, stack: ExitStack) -> Prepare:
+def open_meshloom(plan: str, optimizer: MakeOptimizer, batch_size: int, num_steps: int, stack: ExitStack) -> Prepare:
     """The job as its documentation says, stepped by hand."""
     job = ml.Job(
         model=make_model,
         loss=loss,
-        optimizer=make_optimizer,
+        optimizer=optimizer,
         data=lambda: make_data(batch_size * num_steps),
         batch_size=batch_size,
         steps=num_steps,
         shuffle=False,
     )
-    trainer = stack.enter_context(ml.Trainer(job, f"dp={RANKS}", devices="cpu"))
+    trainer = stack.enter_context(ml.Trainer(job, plan, devices="cpu"))
     batches = trainer.batches()
     stack.callback(batches.close)
 
@@ -156,16 +181,22 @@ def open_meshloom(batch_size: int, num_steps: int, stack: ExitStack) -> Prepare:
     return prepare
 
 
-def open_peer(wrap: Callable[[torch.nn.Module], torch.nn.Module], batch_size: int, num_steps: int) -> Prepare:
-    """The usual loop around a wrapped model; each rank reads its part of the same samples."""
+def open_peer(
+    wrap: Callable[[torch.nn.Module], torch.nn.Module],
+    make_optimizer: MakeOptimizer,
+    batches: Iterator[list[Tensor]],
+    *,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Prepare:
+    """The usual loop around a wrapped model; around: what forward and backward run in."""
     model = wrap(make_model())
     optimizer = make_optimizer(list(model.named_parameters()))
-    batches = shares(batch_size, num_steps)
 
     def step(batch: list[Tensor]) -> float:
         optimizer.zero_grad()
-        value = loss(model, batch)
-        value.backward()
+        with around():
+            value = loss(model, batch)
+            value.backward()
         optimizer.step()
         return value.item()
 

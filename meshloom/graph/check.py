@@ -45,7 +45,7 @@ def check_against_eager(program: Program, job: Job, batches: Sequence[Any], *, t
     The model is in the precision that the program was captured in. tolerance: as in `check_against_module`.
     """
     model = build_model(job, program.precision, training=program.training)
-    return check_against_module(program, model, job.loss, batches, tolerance=tolerance)
+    return _check(program, model, job.loss, batches, tolerance)
 
 
 def check_against_module(
@@ -55,10 +55,15 @@ def check_against_module(
 
     tolerance: largest ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Default: by the model's lowest precision.
     """
+    return _check(program, _copied(model), loss, batches, tolerance)
+
+
+def _check(program: Program, eager: nn.Module, loss: LossFunction, batches: Sequence[Any], tolerance: float | None) -> Difference:
+    """The same with a model that nobody else needs. Alive at most: two sets of parameters, and of gradients."""
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
-    eager, mirror = _copied(model), {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    parameters = {name: parameter.detach().clone().requires_grad_(parameter.requires_grad) for name, parameter in model.named_parameters()}
+    mirror = {name: buffer.detach().clone() for name, buffer in eager.named_buffers()}
+    parameters = {name: parameter.detach().clone().requires_grad_(parameter.requires_grad) for name, parameter in eager.named_parameters()}
     draws = any(node.num_draws for node in program.nodes)
     with preserved_draws(), default_precision(program.precision):
         for number, batch in enumerate(batches):
@@ -67,6 +72,9 @@ def check_against_module(
             expected = _eager(eager, loss, batch, seed, keyed=draws)
             found = _program(program, parameters, mirror, batch, seed)
             difference = _difference(found, expected)
+            del found, expected
+            for parameter in (*eager.parameters(), *parameters.values()):
+                parameter.grad = None  # before the next batch makes others
             worst = max(worst, difference, key=lambda each: each.error)
             if not difference.error <= limit:
                 where = _first_difference(program, eager, loss, batch, parameters, mirror, seed, limit)

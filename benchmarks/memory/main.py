@@ -1,0 +1,115 @@
+"""Bytes of parameters and optimizer state on each rank of the benchmark GPT, at the start and while training, beside one device's.
+
+    python benchmarks/memory/main.py --json -
+
+Every rank is a process. All that torch allocates in it is followed from before the model is built (torch.profiler's memory events), so
+the peak of the start counts whatever is alive together: the whole model, its parts, and what reading the loss takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+sys.path.append(str(Path(__file__).parents[1] / "step"))
+from gpt import loss, make_data, make_model, make_optimizer
+
+import meshloom as ml
+
+OPENED = "meshloom: the trainer is open"
+MIB = 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write one record per rank to FILE; - is standard output")
+    parser.add_argument("--plans", nargs="+", default=["dp=1", "tp=2"])
+    parser.add_argument("--batch", type=int, default=2)
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(arguments.plans[0], arguments.batch, Path(arguments.json))
+        return 0
+    records: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for plan in arguments.plans:
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
+            words = ["--plans", plan, "--batch", str(arguments.batch), "--json", directory]
+            size = ml.Plan.parse(plan).mesh.size
+            code = subprocess.run([*launch, "--nproc-per-node", str(size), __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+            if code:
+                return code
+            records += [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(size)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    if arguments.json == "-":
+        sys.stdout.write(lines)
+    elif arguments.json:
+        Path(arguments.json).write_text(lines)
+    base = records[0]["steady"]
+    for record in records:
+        print(
+            f"{record['plan']:<6} rank {record['rank']}: parameters and optimizer state {record['steady'] / MIB:6.1f} MiB ({record['steady'] / base:.3f}), "
+            f"peak at the start {record['start'] / MIB:6.1f} MiB ({record['start'] / base:.3f})",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def measure(plan: str, batch_size: int, directory: Path) -> None:
+    """On a rank: open a trainer and take two steps."""
+    torch.set_num_threads(1)
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        made.append(make_optimizer(named))
+        return made[-1]
+
+    job = ml.Job(
+        model=make_model, loss=loss, optimizer=optimizer, data=lambda: make_data(2 * batch_size), batch_size=batch_size, steps=2, shuffle=False
+    )
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, ml.Trainer(job, plan, devices="cpu") as trainer:
+        with record_function(OPENED):
+            rank = trainer.replicas[0].seat.rank
+        for batch in trainer.batches():
+            trainer.step(batch)
+        steady = held([*trainer.replicas[0].model.parameters(), *state_of(made[-1])])
+    record = {"plan": plan, "rank": rank, "batch": batch_size, "start": peak_until(seen, OPENED), "steady": steady}
+    (directory / f"{rank}.json").write_text(json.dumps(record))
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state."""
+    return [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+
+
+def held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' memory, each counted once."""
+    storages = [each.untyped_storage() for each in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def peak_until(seen: Any, mark: str) -> int:
+    """Most bytes that were allocated at a time before the event `mark`."""
+    events = sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    alive, most = 0, 0
+    for event in events:
+        if event.name() == mark:
+            break
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            most = max(most, alive)
+    return most
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""The benchmark GPT through DTensor: cut by hand into columns and rows, the vocabulary divided in the embedding, the head and the loss."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def wrap_dtensor(model: nn.Module) -> nn.Module:
+    """As the tutorial on tensor parallelism of PyTorch has it, without sequence parallelism.
+
+    Activations inside a block are plain tensors (`use_local_output`), which is what costs DTensor least.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    columns = {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
+    rows = {f"blocks.*.{name}": RowwiseParallel() for name in ("out", "down")}
+    vocabulary = {
+        "token": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),  # the loss works on the parts: `loss_parallel`
+    }
+    return parallelize_module(model, mesh, {**columns, **rows, **vocabulary})
