@@ -1,6 +1,6 @@
 """The program of every family equals eager, however it is read and run, or is refused with the line that stands in its way.
 
-A dozen families, each in some of the ways, run in the covering subset; all of them in all ways are `slow`.
+Nine families, each in some of the ways, run in the covering subset; all of them in all ways are `slow`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,17 @@ from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED, NOT_READ
 from tests.families.programs import RUN_ON, WAYS, batches_of, differs_by, job_in, lifted_eager, limit_of, read
 
 COVERING = {
-    "gpt2": ("bfloat16, dropout", "lifted"),
+    "gpt2": ("bfloat16, dropout",),
     "llama": ("float64",),
-    "bloom": ("dropout",),
-    "bert": ("bfloat16, dropout",),
     "t5": ("lifted",),
     "beit": ("float32",),
     "resnet": ("bfloat16", "evaluation"),
-    "hubert": ("dropout",),
     "mamba": ("float32",),
-    "olmoe": ("float64",),
     "two_towers": ("dropout",),
-    "lstm": ("dropout", "evaluation"),
-    "diffusion": ("bfloat16, dropout", "float64"),
+    "lstm": ("dropout",),
+    "diffusion": ("float64",),
 }
-QUICK_REFUSALS = {"deberta_v2", "prophetnet", "autoformer", "vilt", "batch_norm", "switch_transformers"}
+QUICK_REFUSALS = {"autoformer", "vilt", "batch_norm", "switch_transformers"}
 READ = [name for name in FAMILIES if name not in NOT_READ]
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -121,7 +117,7 @@ PLANTED: dict[str, tuple[str, Callable[[Program], Program]]] = {
     "a value": ("gpt2", lambda program: _scaled(program, _first(program, "layer_norm"))),
     "a draw": ("gpt2", _with_another_draw),
     "a gradient": ("gpt2", _detached),
-    "a buffer": ("resnet", lambda program: replace(program, updates=dict(list(program.updates.items())[1:]), _runners={})),
+    "a buffer": ("conv2d", lambda program: replace(program, updates=dict(list(program.updates.items())[1:]), _runners={})),
 }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
+from meshloom.graph.capture import capture_module
 from meshloom.graph.on_cpu import AsOnCPU, workspace_bytes
 
 aten = torch.ops.aten
@@ -46,6 +47,15 @@ def test_strides_of_batch_norm(layout: str, training: bool):
         fake = normed(torch.empty_strided(x.shape, x.stride()))
     real = normed(x)
     assert (steps(fake), fake.dtype) == (steps(real), real.dtype)
+
+
+@pytest.mark.usefixtures("silent_export")
+def test_strides_in_a_program_are_those_of_its_run():
+    # Where masks are drawn in the order of memory, a part of a mask is cut by them.
+    model, batch = nn.BatchNorm1d(4), torch.randn(6, 5, 4)
+    program = capture_module(model, lambda model, batch: F.dropout(model(batch.transpose(1, 2)), 0.5).sum(), (batch, batch + 1))
+    found = {node.operator: node.outputs[0].stride for node in program.nodes}
+    assert found["batch_norm"] == found["dropout"] == model(batch.transpose(1, 2)).stride() == (20, 5, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

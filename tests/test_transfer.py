@@ -33,7 +33,6 @@ from tests.families.limits import NOT_EXPORTED
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 ROOT = Path(__file__).parents[1]
 ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
-COVERING = {"mixtral"}
 
 
 def ran(program: Program, model: nn.Module, batch: Any) -> list[Tensor]:
@@ -57,7 +56,7 @@ def same(one: Program, other: Program) -> None:
         assert torch.equal(constant, other.constants[name]) and constant.stride() == other.constants[name].stride()
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in OWN or name in COVERING else pytest.mark.slow) for name in ALL])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in OWN else pytest.mark.slow) for name in ALL])
 def test_what_arrives_is_the_program_and_computes_the_same_bits(name: str):
     job, (batch, other) = job_of(*ALL[name][:2]), batches_of(ALL[name])
     seed_everything(0)
