@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -70,5 +71,6 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
 
 
 def make_fused_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """AdamW, all parameters in one kernel."""
-    return torch.optim.AdamW(named, lr=3e-4, fused=True)
+    """AdamW, all parameters of a group in one kernel. Such a kernel takes DTensors or plain tensors, so they are groups of their own."""
+    groups = [[(name, each) for name, each in named if isinstance(each, DTensor) == divided] for divided in (False, True)]
+    return torch.optim.AdamW([{"params": group} for group in groups if group], lr=3e-4, fused=True)

@@ -56,19 +56,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory, "records.json")
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
-        words = [
-            "--mode",
-            arguments.mode,
-            *(["--fused"] if arguments.fused else []),
-            "--batches",
-            *map(str, arguments.batches),
-            "--rounds",
-            str(arguments.rounds),
-            "--steps",
-            str(arguments.steps),
-            "--json",
-            str(output),
-        ]
+        words = [*sys.argv[1:], "--json", str(output)]
         code = subprocess.run([*launch, "--nproc-per-node", str(RANKS), __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
         if code:
             return code
