@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 COLLECTIVES: Any = meshloom.graph.collectives
 
 
-def report_of(model: str = "mlp", plan: str = "tp=2") -> Report:
+def report_of(model: str = "mlp", plan: str = "tp=2,tp_placements=first:column+second:row") -> Report:
     report = verify(make_job(model, "sgd"), Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
     assert report is not None
     return report
@@ -41,7 +41,7 @@ def test_a_rule_that_forgets_a_sum_is_named(monkeypatch: pytest.MonkeyPatch):
         return dataclasses.replace(factors, sums=frozenset(), whole=frozenset()) if factors is not None and call.name == "linear" else factors
 
     monkeypatch.setattr(meshloom.graph.layout, "factors_of", wrong)
-    report = report_of()
+    report = report_of("mlp", "tp=2,tp_placements=first:column")
     assert not report.passed
     assert any(cause.kind == "division" and "linear of" in cause.sentence and "jobs.py" in cause.sentence for cause in report.causes)
 
@@ -54,7 +54,7 @@ def test_an_exchange_that_is_wrong_is_told_from_a_wrong_program(monkeypatch: pyt
         return found if change.source == "invariant" else 1.5 * found
 
     monkeypatch.setattr(meshloom.graph.collectives, "_value", wrong)
-    report = report_of("gpt")
+    report = report_of("gpt", "tp=2")
     assert not report.passed
     assert any("what they send each other is not" in cause.sentence for cause in report.causes)
 
@@ -70,6 +70,6 @@ def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.Mon
     # The same mistake where all ranks run at once, and where each runs its own layers.
     monkeypatch.setattr(meshloom.graph.collectives, "_gradients", wrong)
     monkeypatch.setattr(meshloom.graph.linears, "start_sum", lambda before, group, value: lambda: value)
-    report = report_of("gpt")
+    report = report_of("gpt", "tp=2")
     assert not report.passed
     assert any("backward, the first gradient that differs" in cause.sentence for cause in report.causes)
