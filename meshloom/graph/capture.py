@@ -14,7 +14,7 @@ from meshloom.graph.frozen import check_equal, equal_bits
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.precision import build_model, in_precision
 from meshloom.graph.program import Program
-from meshloom.graph.reading import check_tensors, device_of, read_twice, reading
+from meshloom.graph.reading import check_tensors, device_of, one_thread, read_twice, reading
 from meshloom.job import Job, LossFunction
 
 
@@ -24,7 +24,8 @@ def capture(job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype:
     The loss is read twice, under different data and seeds; what differs would be frozen in the program, so it is refused.
     dtype: convert the model and the batches to it first.
     """
-    return capture_module(build_model(job, dtype, training=training), job.loss, batches, dtype=dtype)
+    with one_thread():
+        return capture_module(build_model(job, dtype, training=training), job.loss, batches, dtype=dtype)
 
 
 def capture_module(model: nn.Module, loss: LossFunction, batches: tuple[Any, Any], *, dtype: torch.dtype | None = None) -> Program:

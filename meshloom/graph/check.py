@@ -17,6 +17,7 @@ from meshloom.graph.leaves import leaves_of
 from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.precision import build_model, default_precision, in_precision
 from meshloom.graph.program import Program
+from meshloom.graph.reading import one_thread
 from meshloom.job import Job, LossFunction
 from meshloom.random import KeyedDraws, derive, preserved_draws, seed_everything
 
@@ -44,8 +45,9 @@ def check_against_eager(program: Program, job: Job, batches: Sequence[Any], *, t
 
     The model is in the precision that the program was captured in. tolerance: as in `check_against_module`.
     """
-    model = build_model(job, program.precision, training=program.training)
-    return _check(program, model, job.loss, batches, tolerance)
+    with one_thread():
+        model = build_model(job, program.precision, training=program.training)
+        return _check(program, model, job.loss, batches, tolerance)
 
 
 def check_against_module(
@@ -55,7 +57,8 @@ def check_against_module(
 
     tolerance: largest ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Default: by the model's lowest precision.
     """
-    return _check(program, _copied(model), loss, batches, tolerance)
+    with one_thread():
+        return _check(program, _copied(model), loss, batches, tolerance)
 
 
 def _check(program: Program, eager: nn.Module, loss: LossFunction, batches: Sequence[Any], tolerance: float | None) -> Difference:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,12 @@ from meshloom.graph.precision import default_precision
 from meshloom.job import LossFunction
 from meshloom.random import derive, preserved_draws, seed_everything
 
-_ONE_AT_A_TIME = threading.Lock()  # torch.export keeps what it is doing in globals, and so do Python's generators
+_ONE_AT_A_TIME = threading.RLock()  # torch.export keeps what it is doing in globals, and so do Python's generators
+
+
+def one_thread() -> AbstractContextManager[Any]:
+    """Around all that builds and runs a model to read or compare it: it seeds generators that all threads share."""
+    return _ONE_AT_A_TIME
 
 
 @contextmanager
