@@ -50,11 +50,11 @@ def capture_shapes(
     small: most elements of a tensor that has values while the model is built.
     Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger tensor.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     leaves = leaves_of(batch)
     check_tensors(leaves)
     where = torch.device(device)
     with reading(dtype), _OnCPU(), _autocast_of(where):
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
         model = _build(job, mode, small, training=training)
         _convert(model, mode, dtype)
         shapes = Leaves({name: _fake(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
