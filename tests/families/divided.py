@@ -1,4 +1,4 @@
-"""Writes docs/tensor_parallel.md: every family divided over ranks, against one device. Run as `python -m tests.families.divided [tp ...]`."""
+"""Writes docs/divided_families.md: every family divided over ranks, against one device. Run as `python -m tests.families.divided [tp ...]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.division import Compared, Subject, compare, subject_of
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ
 
-FILE = Path(__file__).parents[2] / "docs" / "tensor_parallel.md"
+FILE = Path(__file__).parents[2] / "docs" / "divided_families.md"
 HEADER = """# Families divided over ranks
 
 Tiny jobs of the test bed (docs/families.md), dropout on, in float64, their losses divided over {tp} and run in lockstep. *error* is the
