@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.turns import Steps
-from meshloom.comm.values import agree, collect, share
-from meshloom.errors import DataError, JobError, MeshloomError, TrainingError
+from meshloom.comm.values import agree, collect, on_first
+from meshloom.errors import DataError, JobError, TrainingError
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
@@ -130,12 +130,12 @@ class Replica:
     def prepare(self) -> Steps[None]:
         """Make sure all ranks hold the same job, start from rank 0's values, and build what the step needs."""
         yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
+        self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
         if self.seat.team:
             yield from copy_from_first(self.model, self.seat.groups["tp"])
-            self._team_bytes["broadcast"] += sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
+            self._team_bytes["broadcast"] += self._copied_bytes
         yield from copy_from_first(self.model, self.replicas)
         whole = self.named
-        self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
         if self.division:
             yield from self._divide(self.division)
         self.exchange = self._open_exchange()
@@ -147,11 +147,8 @@ class Replica:
     def _divide(self, division: Division) -> Steps[None]:
         """Read the loss, decide who holds what, and let go of the rest."""
         size = chunk_sizes(self.job.batch_size, self.plan.num_chunks)[0]
-        batches, refused = _attempt(lambda: first_batches(self.job, 1, size)) if self.seat.rank == 0 else ([None], None)
-        told: str | None = yield from share(self.seat.world, str(refused) if refused else None)
-        if told is not None:
-            raise refused or DataError(told)
-        yield from division.open(to_device(batches[0], self.seat.device, self.dtype), self.seat.world)
+        batches = yield from on_first(self.seat.world, lambda: first_batches(self.job, 1, size), DataError)
+        yield from division.open(to_device(batches[0] if batches else None, self.seat.device, self.dtype), self.seat.world)
         self.shards = Shards({**division.parameters, **division.buffers}, self.seat.groups["tp"])
         self.shards.divide(self.model)
         self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
@@ -438,13 +435,6 @@ class Replica:
             if not bool(torch.isfinite(loss)):
                 return f"chunk {chunk.index}; every module's output is finite, so the loss function made it"
         return None
-
-
-def _attempt(make: Callable[[], list[Any]]) -> tuple[list[Any], MeshloomError | None]:
-    try:
-        return make(), None
-    except MeshloomError as error:
-        return [None], error
 
 
 def _add(*parts: Mapping[str, int]) -> dict[str, int]:

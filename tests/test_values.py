@@ -7,9 +7,10 @@ import pickle
 import pytest
 import torch
 
+from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
-from meshloom.comm.values import _pickled, agree, collect, scatter_objects, share
+from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.comm.values import _pickled, agree, collect, on_first, scatter_objects, share
 from meshloom.errors import CollectiveError, DataError, PlanError
 
 VALUES = [None, 0, "", "a µ", [1, 2.5, None], {"plan": "dp=4", "steps": [1, 2]}, float("inf"), "x" * 5000]
@@ -67,3 +68,19 @@ def test_what_cannot_be_pickled_is_one_sentence():
 def test_as_many_values_as_ranks_must_be_scattered():
     with pytest.raises(CollectiveError, match="1 values to 2 ranks"):
         run_in_steps([scatter_objects(group, [1] if group.rank == 0 else None) for group in simulated_groups(2)])
+
+
+def test_what_the_first_rank_makes_or_its_error_on_all():
+    def refuse() -> int:
+        raise DataError("No samples.")
+
+    assert run_in_steps([on_first(group, lambda: 3, DataError) for group in simulated_groups(2)]) == [3, None]
+
+    def caught(group: Group) -> Steps[str]:
+        try:
+            yield from on_first(group, refuse, DataError)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    assert run_in_steps([caught(group) for group in simulated_groups(3)]) == ["No samples."] * 3

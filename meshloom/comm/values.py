@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.errors import CollectiveError, DataError, MeshloomError
+
+T = TypeVar("T")
 
 
 def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
@@ -44,6 +46,21 @@ def share_bytes(group: Group, value: bytes, source: int = 0) -> Steps[bytes]:
     yield
     work.wait()
     return payload.numpy().tobytes()
+
+
+def on_first(group: Group, make: Callable[[], T], error: type[MeshloomError]) -> Steps[T | None]:
+    """What `make` gives on rank 0, there; None on the others. A `MeshloomError` that it raises is raised on all, elsewhere as `error`."""
+    made: T | None = None
+    refused: MeshloomError | None = None
+    if group.rank == 0:
+        try:
+            made = make()
+        except MeshloomError as raised:
+            refused = raised
+    told: str | None = yield from share(group, str(refused) if refused else None)
+    if told is not None:
+        raise refused or error(told)
+    return made
 
 
 def collect(group: Group, value: Any) -> Steps[list[Any]]:

@@ -6,7 +6,7 @@ The first program decides who holds what; later ones are divided so that it stay
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, share
-from meshloom.errors import CaptureError, MeshloomError
+from meshloom.comm.values import collect, on_first, share
+from meshloom.errors import CaptureError
 from meshloom.graph.choose import Choice, Rates, choice_of_numbers, choose, numbers_of_choice
 from meshloom.graph.layout import layout_of
 from meshloom.graph.leaves import leaves_of
@@ -118,26 +118,15 @@ class Division:
             limit = self._memory_bytes if held is None else None
             return choose(layout, self._group.size, self._rates, held=held, placements=self._placements, memory_bytes=limit)
 
-        choice, refused = _attempt(chosen) if group.rank == 0 else (None, None)
-        told: dict[str, Any] = yield from share(
-            group, {"refused": str(refused) if refused else None, "numbers": numbers_of_choice(choice) if choice else None}
-        )
-        if told["refused"]:
-            raise refused or CaptureError(told["refused"])
-        mine = choice or choice_of_numbers(layout, self._group.size, told["numbers"], held=held, placements=self._placements)
+        choice = yield from on_first(group, chosen, CaptureError)
+        numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
+        mine = choice or choice_of_numbers(layout, self._group.size, numbers, held=held, placements=self._placements)
         part = partition(mine)
         hashes = yield from collect(group, [each.digest() for each in part.programs])
         if any(each != hashes[0] for each in hashes):
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or part
         self._divided[loss, training, tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)] = part
-
-
-def _attempt(make: Callable[[], Choice]) -> tuple[Choice | None, MeshloomError | None]:
-    try:
-        return make(), None
-    except MeshloomError as error:
-        return None, error
 
 
 def _shapes(batch: Any) -> Any:
