@@ -62,6 +62,13 @@ def _any(call: Call) -> Factors | None:
     return elementwise(call)
 
 
+def _prelu(call: Call) -> Factors | None:
+    x, weight = call.operands
+    names = tuple(f"d{place}" for place in range(len(x.shape)))
+    slopes: Dims = ("d1",) if len(weight.shape) == 1 and weight.shape[0] != 1 else (None,) * len(weight.shape)
+    return Factors(operands=(names, slopes), outputs=(names,), sizes=dict(zip(names, x.shape, strict=True)))
+
+
 ELEMENTWISE: dict[str, Rule] = {
     **dict.fromkeys(("add", "sub", "subtract"), _sum),
     **dict.fromkeys(("mul", "multiply"), _product),
@@ -75,4 +82,5 @@ ELEMENTWISE: dict[str, Rule] = {
     **dict.fromkeys(("native_dropout", "alpha_dropout", "selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "bernoulli"), _any),
     **dict.fromkeys(("rand_like", "randn_like", "randint_like", "floor_divide", "fill", "copy", "softshrink", "hardshrink", "threshold"), _any),
     **dict.fromkeys(("less", "greater", "not_equal", "nan_to_num", "clip", "square", "mish", "hardswish", "hardsigmoid", "logical_or"), _any),
+    "prelu": _prelu,
 }

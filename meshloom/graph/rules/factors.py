@@ -95,6 +95,16 @@ def labels_in(term: Term) -> list[str]:
     return [term] if isinstance(term, str) else [label for part in term.parts for label in labels_in(part)]
 
 
+def labels_of(shape: Sequence[int]) -> tuple[list[Term], dict[str, int]]:
+    """A label for every dim, and their sizes.
+
+    >>> labels_of((4, 5))
+    (['d0', 'd1'], {'d0': 4, 'd1': 5})
+    """
+    names: list[Term] = [f"d{place}" for place in range(len(shape))]
+    return names, {f"d{place}": size for place, size in enumerate(shape)}
+
+
 def shown(factors: Factors) -> str:
     """A factor map as text."""
     text = (

@@ -116,6 +116,15 @@ def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(max(sizes) for sizes in zip(*padded, strict=True))
 
 
+def _embedding_bag(call: Call) -> Factors | None:
+    """weight [v, d] -> bags [b, d]: only the columns may be cut."""
+    if call.arguments.get("mode") == 2 or len(call.outputs) < 1:
+        return None
+    operands: tuple[Dims, ...] = ((None, "d"), *((None,) * len(each.shape) for each in call.operands[1:]))
+    rest: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.outputs[1:])
+    return Factors(operands=operands, outputs=((None, "d"), *rest), sizes={"d": call.operands[0].shape[1]})
+
+
 INDEXING: dict[str, Rule] = {
     "embedding": _embedding,
     "gather": _gather,
@@ -126,4 +135,5 @@ INDEXING: dict[str, Rule] = {
     "index_add": _index_add,
     "index_copy": _index_add,
     "one_hot": _one_hot,
+    "embedding_bag": _embedding_bag,
 }

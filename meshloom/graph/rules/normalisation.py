@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshloom.graph.rules.arguments import set_argument
 from meshloom.graph.rules.call import Call, Operand, Rule
 from meshloom.graph.rules.factors import Dims, Factors, Product, Sizes, Term
-from meshloom.graph.rules.views import set_argument
 
 
 def _over_last(call: Call) -> Factors | None:
@@ -81,6 +81,14 @@ def _vector_norm(call: Call) -> Factors | None:
     )
 
 
+def _weight_norm(call: Call) -> Factors | None:
+    """g v / |v|, the norm taken over all dims but one, which may be cut. v like the result, g 1 in every other dim."""
+    v = call.operands[0]
+    dim = call.dim("dim", len(v.shape))
+    names: Dims = tuple("kept" if place == dim else None for place in range(len(v.shape)))
+    return Factors(operands=(names, names), outputs=(names,) * len(call.outputs), sizes={"kept": v.shape[dim]})
+
+
 NORMALISATION: dict[str, Rule] = {
     "layer_norm": _over_last,
     "native_layer_norm": _over_last,
@@ -91,4 +99,5 @@ NORMALISATION: dict[str, Rule] = {
     "instance_norm": _instance_norm,
     "group_norm": _group_norm,
     "linalg_vector_norm": _vector_norm,
+    "_weight_norm": _weight_norm,
 }

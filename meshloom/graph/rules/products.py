@@ -101,6 +101,27 @@ def _bilinear(call: Call) -> Factors | None:
     return factors_of_text("b* i, b* j, o i j, o -> b* o; sum i j; add 3; linear 0+3 1+3 2+3", list(tensor_arguments(call)), 1)
 
 
+def _einsum(call: Call) -> Factors | None:
+    equation = str(call.arguments["equation"]).replace(" ", "")
+    if "." in equation or "->" not in equation:
+        return None
+    left, right = equation.split("->")
+    terms = left.split(",")
+    if any(len(set(term)) != len(term) for term in (*terms, right)):
+        return None
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, call.operands, strict=True):
+        sizes.update({letter: size for letter, size in zip(term, operand.shape, strict=True) if size != 1 or letter not in sizes})
+    operands: tuple[Dims, ...] = tuple(
+        tuple(letter if size == sizes[letter] else None for letter, size in zip(term, operand.shape, strict=True))
+        for term, operand in zip(terms, call.operands, strict=True)
+    )
+    return Factors(
+        operands=operands, outputs=(tuple(right),), sizes=sizes, sums=frozenset(sizes) - frozenset(right),
+        linear=tuple(frozenset({place}) for place in range(len(operands))),
+    )  # fmt: skip
+
+
 PRODUCTS: dict[str, Rule] = {
     "linear": text("b* k, o k, o -> b* o; sum k; add 2; linear 0+2 1+2"),
     "matmul": _matmul,
@@ -112,4 +133,5 @@ PRODUCTS: dict[str, Rule] = {
     "baddbmm": _baddbmm,
     "bilinear": _bilinear,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
+    "einsum": _einsum,
 }

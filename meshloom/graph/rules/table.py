@@ -7,20 +7,42 @@ from collections.abc import Mapping
 from meshloom.errors import CaptureError
 from meshloom.graph.rules.attention import ATTENTION
 from meshloom.graph.rules.call import Call, Rule
+from meshloom.graph.rules.copies import COPIES
 from meshloom.graph.rules.elementwise import ELEMENTWISE, elementwise, is_elementwise
 from meshloom.graph.rules.factors import Factors
 from meshloom.graph.rules.indexing import INDEXING
 from meshloom.graph.rules.losses import LOSSES
-from meshloom.graph.rules.more import MORE
+from meshloom.graph.rules.matrices import MATRICES
 from meshloom.graph.rules.normalisation import NORMALISATION
+from meshloom.graph.rules.orders import ORDERS
 from meshloom.graph.rules.own import own_rules
+from meshloom.graph.rules.pictures import PICTURES
 from meshloom.graph.rules.products import PRODUCTS
+from meshloom.graph.rules.recurrent import RECURRENT
 from meshloom.graph.rules.reductions import REDUCTIONS
-from meshloom.graph.rules.views import VIEWS
+from meshloom.graph.rules.reshapes import RESHAPES
+from meshloom.graph.rules.slices import SLICES
+from meshloom.graph.rules.stretches import STRETCHES
 
 Rules = Mapping[str, Rule]
 
-BUILT_IN: Rules = {**ELEMENTWISE, **VIEWS, **PRODUCTS, **ATTENTION, **NORMALISATION, **REDUCTIONS, **INDEXING, **LOSSES, **MORE}
+BUILT_IN: Rules = {
+    **ELEMENTWISE,
+    **RESHAPES,
+    **ORDERS,
+    **SLICES,
+    **STRETCHES,
+    **COPIES,
+    **PRODUCTS,
+    **ATTENTION,
+    **NORMALISATION,
+    **REDUCTIONS,
+    **INDEXING,
+    **LOSSES,
+    **PICTURES,
+    **MATRICES,
+    **RECURRENT,
+}
 
 
 def rules_with(own: Mapping[str, str]) -> Rules:
