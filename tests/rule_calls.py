@@ -589,16 +589,17 @@ def _unfold(c: Chance) -> OneCall:
 
 def _recurrent(name: str) -> Make:
     def make(c: Chance) -> OneCall:
-        first, batch, steps, inner, hidden, layers = c.yes(), c.size(), c.size(), c.size(), c.size(), c.one(1, 2)
+        first, both, biases, batch, steps, inner, hidden, layers = c.yes(), c.yes(), c.yes(), c.size(), c.size(), c.size(), c.size(), c.one(1, 2)
+        ways = 2 if both else 1
         gates = {"lstm": 4, "gru": 3}.get(name, 1)
         x = c.normal(*((batch, steps) if first else (steps, batch)), inner)
         weights: list[Tensor] = []
-        for layer in range(layers):
-            weights += [c.normal(gates * hidden, inner if layer == 0 else hidden), c.normal(gates * hidden, hidden)]
-            weights += [c.normal(gates * hidden), c.normal(gates * hidden)]
-        start = c.normal(layers, batch, hidden)
-        states = (start, c.normal(layers, batch, hidden)) if name == "lstm" else start
-        return call(f"{name}.input", x, states, tuple(weights), True, layers, c.one(0.0, 0.3), True, False, first)
+        for layer in range(layers * ways):
+            weights += [c.normal(gates * hidden, inner if layer < ways else ways * hidden), c.normal(gates * hidden, hidden)]
+            weights += [c.normal(gates * hidden), c.normal(gates * hidden)] if biases else []
+        start = c.normal(layers * ways, batch, hidden)
+        states = (start, c.normal(layers * ways, batch, hidden)) if name == "lstm" else start
+        return call(f"{name}.input", x, states, tuple(weights), biases, layers, c.one(0.0, 0.3), c.yes(), both, first)
 
     return make
 

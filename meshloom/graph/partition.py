@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from meshloom.graph.choose import Choice, Held
-from meshloom.graph.collectives import Kind, Transition
+from meshloom.graph.collectives import Joint, Kind, Transition
 from meshloom.graph.contexts import Context
 from meshloom.graph.cuts import pieces_of, runs_of
 from meshloom.graph.fuse import with_gathered_linears
 from meshloom.graph.layout import axes_of
 from meshloom.graph.nodes import Meta, Node, Ref, Variable, refs_in
-from meshloom.graph.pieces import Pieces
+from meshloom.graph.pieces import Pieces, Runs
 from meshloom.graph.placement import INVARIANT, PARTIAL, Part, Placement
 from meshloom.graph.program import Program
 from meshloom.graph.rules.factors import Sizes
@@ -121,7 +121,7 @@ class _Builder:
         if strategy.cut is not None and mapped is not None:
             if mapped.factors.local is not None:
                 target, args, kwargs = mapped.factors.local(target, args, kwargs, self._sizes(node, outputs))
-            if node.num_draws:
+            if node.num_draws and not isinstance(target, Joint):
                 drawn = mapped.factors.outputs[0] if mapped.factors.drawn is None else mapped.factors.drawn
                 pieces = pieces_of(axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks)
                 stride = node.outputs[0].stride if mapped.factors.drawn is None else None
@@ -132,7 +132,8 @@ class _Builder:
             target = PartOfDraw(op=target, sizes=sizes, held=(None,) * len(sizes), count=node.num_draws, stride=stride)
         # What came from other ranks, or was made of a part, may lie in memory so that it cannot be viewed.
         target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
-        self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs))
+        draws = 0 if isinstance(target, Joint) else node.num_draws  # what the ranks compute together keys its draws by itself
+        self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs, num_draws=draws))
 
     def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
         """The value placed so, changed if need be (once, however many nodes want it)."""
@@ -181,17 +182,19 @@ class _Builder:
         strategy, mapped = choice.strategies[node.name], layout.mapped[node.name]
         here: dict[str, int] = {}
         starts: dict[str, tuple[int, ...]] = {}
+        held: dict[str, tuple[Runs | None, ...]] = {}
         for label, axis in mapped.labels.items():
             runs = [runs_of(axis, strategy.cut, choice.numbers, rank) for rank in range(choice.num_ranks)]
             mine = runs[self.rank]
             here[label] = axis.size if mine is None else sum(stop - start for start, stop in mine)
             starts[label] = tuple(each[0][0] if each else 0 for each in runs)
+            held[label] = tuple(runs)
         operands = tuple(
             choice.pieces(ref.name, placement).local_shape(self.rank) for ref, placement in zip(node.operands(), strategy.operands, strict=True)
         )
         return Sizes(
             here=here, whole={label: axis.size for label, axis in mapped.labels.items()}, operands=operands,
-            outputs=tuple(output.shape for output in outputs), starts=starts, rank=self.rank,
+            outputs=tuple(output.shape for output in outputs), starts=starts, runs=held, rank=self.rank,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from meshloom.graph.payload import elements_of_change, elements_of_gather
 from meshloom.graph.pieces import Pieces, whole
 from meshloom.graph.placement import PARTIAL, Part, Placement
 from meshloom.graph.rates import Rates
+from meshloom.graph.rules.factors import Talk
 
 
 def change_seconds(
@@ -36,6 +37,12 @@ def change_seconds(
     # What is sent is put together and taken apart; what is not is looked at, or copied in part.
     touched = sum(2.0 if call is not None else 0.1 for call in calls) + (1.0 if target == PARTIAL and isinstance(source, Part) else 0.0)
     return seconds + touched * size / rates.bytes_per_second
+
+
+def talk_seconds(talk: Talk, item: int, num_ranks: int, rates: Rates) -> float:
+    """Seconds of what an operator sends by itself. item: bytes of an element."""
+    share = -(-talk.num_elements // num_ranks) if talk.collective == "all_gather" else talk.num_elements
+    return talk.times * rates.collective_seconds(talk.collective, share * item, num_ranks)
 
 
 def kind_of(placement: Placement) -> Kind:

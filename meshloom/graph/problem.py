@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.pins import Pins
 from meshloom.graph.placement import INVARIANT, REPLICATED, Cut, Part, Placement
-from meshloom.graph.price import change_seconds
+from meshloom.graph.price import change_seconds, talk_seconds
 from meshloom.graph.rates import Rates
 from meshloom.graph.repeats import Repeats, repeats_of
 from meshloom.graph.strategies import Strategy, strategies_of
@@ -187,9 +188,11 @@ class Problem:
         ways = [each for each in strategies_of(node, self.layout, self.numbers, self.cuts) if node.name in self._weighed or each.output is INVARIANT]
         owner = self.repeats.value(node.name)
         if owner != node.name:
-            found = self._as_for(self.strategies.get(owner), [(each, self._counterpart(each), seconds * each.work) for each in ways])
+            found = self._as_for(
+                self.strategies.get(owner), [(each, self._counterpart(each), seconds * each.work + self._talking(node, each)) for each in ways]
+            )
         else:
-            found = [(each, self._unknown(seconds * each.work, integral=True)) for each in ways]
+            found = [(each, self._unknown(seconds * each.work + self._talking(node, each), integral=True)) for each in ways]
             self._one_of([unknown for _, unknown in found])
             self._made[node.name] = {}
             for strategy, unknown in found:
@@ -203,6 +206,11 @@ class Problem:
             if node.name in self._kept_inside:
                 self._holds(unknown, self._kept_inside[node.name] * (strategy.work if strategy.cut else 1.0))
         return found
+
+    def _talking(self, node: Node, strategy: Strategy) -> float:
+        """Seconds of what a node sends by itself."""
+        item = node.outputs[0].dtype.itemsize if node.outputs else 0
+        return sum(talk_seconds(talk, item, self.num_ranks, self.rates) for talk in strategy.talks)
 
     def _change(self, value: str, placement: Placement, users: Mapping[str, Mapping[int, None]], *, stays: bool) -> None:
         """Unknowns z: `value` is changed to `placement` from what it is made in. Their sum is 1 if anyone wants it so."""
@@ -280,7 +288,7 @@ class Problem:
 
     def _counterpart(self, strategy: Strategy) -> Strategy:
         cut = self._stands[strategy.cut] if strategy.cut is not None else None
-        return Strategy(operands=tuple(map(self._stand, strategy.operands)), output=self._stand(strategy.output), work=strategy.work, cut=cut)
+        return replace(strategy, operands=tuple(map(self._stand, strategy.operands)), output=self._stand(strategy.output), cut=cut)
 
     def _pieces(self, value: str, placement: Placement) -> Pieces:
         return pieces_of(self.layout.values[value][0], placement.cut if isinstance(placement, Part) else None, self.numbers, self.num_ranks)

@@ -17,17 +17,21 @@ from meshloom.graph.cuts import Numbers, covers, pieces_of, runs_of
 from meshloom.graph.layout import Axes, Layout, Mapped
 from meshloom.graph.nodes import Node
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
-from meshloom.graph.rules.factors import labels_in
+from meshloom.graph.rules.factors import Talk, labels_in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """operands: placement of each, in the order of `Node.operands()`. work: the busiest rank's share of the node's work."""
+    """operands: placement of each, in the order of `Node.operands()`. work: the busiest rank's share of the node's work.
+
+    talks: what the node sends by itself.
+    """
 
     operands: tuple[Placement, ...]
     output: Placement
     work: float = 1.0
     cut: Cut | None = None
+    talks: tuple[Talk, ...] = ()
 
 
 def placed(axes: Iterable[Axes], cut: Cut, numbers: Numbers) -> Part:
@@ -88,7 +92,9 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
             return None
     outputs = layout.values[node.name]
     values = [layout.values[ref.name][0] for ref in node.operands()]
-    for dims, axes in zip((*factors.operands, *factors.outputs), (*values, *outputs), strict=True):
+    entire = {place for place in factors.entire if not any(touched.keys() & set(labels_in(term)) for term in factors.operands[place])}
+    given = [(dims, axes) for place, (dims, axes) in enumerate(zip(factors.operands, values, strict=True)) if place not in entire]
+    for dims, axes in (*given, *zip(factors.outputs, outputs, strict=True)):
         if not covers(axes, cut, numbers):
             return None
         for term, axis in zip(dims, axes, strict=True):
@@ -96,20 +102,26 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
             if numbers.leaves(axis) & cut.parts.keys() != known:
                 return None  # a dim that has to be whole, or did not fit its labels, is one of those that are cut
     operands: list[Placement] = [
-        PARTIAL if place in factors.added and touched.keys() & factors.sums else placed((axes,), cut, numbers) for place, axes in enumerate(values)
+        PARTIAL
+        if place in factors.added and touched.keys() & factors.sums
+        else REPLICATED
+        if place in entire
+        else placed((axes,), cut, numbers)
+        for place, axes in enumerate(values)
     ]
     result = placed(outputs, cut, numbers)
     work = _largest_share(touched, cut, numbers)
-    if touched.keys() & (factors.joins | factors.sums):
+    talks = tuple(talk for label in touched for talk in factors.talks.get(label, ()))
+    if touched.keys() & (factors.joins | factors.sums) or talks:
         num_ranks = len(next(iter(cut.parts.values())))
         counted = pieces_of(tuple(mapped.labels[label] for label in touched), cut, numbers, num_ranks)
-        if result is not REPLICATED or counted.is_shared:
+        if (result is not REPLICATED and not talks) or counted.is_shared:
             return None  # what several ranks have would be counted several times
     if touched.keys() & factors.joins:
         return Strategy(operands=tuple(operands), output=INVARIANT, work=work, cut=cut) if len(touched) == 1 else None
     if touched.keys() & factors.sums:
         return Strategy(operands=tuple(operands), output=PARTIAL, work=work, cut=cut)
-    return Strategy(operands=tuple(operands), output=result, work=work, cut=cut)
+    return Strategy(operands=tuple(operands), output=result, work=work, cut=cut, talks=talks)
 
 
 def _clash(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: Cut) -> bool:

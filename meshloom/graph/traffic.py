@@ -18,6 +18,7 @@ from meshloom.graph.partition import Partition
 from meshloom.graph.payload import Collective, elements_of_change, elements_of_gather, elements_of_sum
 from meshloom.graph.pieces import whole
 from meshloom.graph.program import Program
+from meshloom.graph.recurrent import RecurrentOfPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,9 @@ def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> di
 
 def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, backward: bool) -> Iterator[tuple[Collective, int]]:
     target = node.target
-    if not isinstance(target, Transition | GatheredLinears | CrossEntropyOfPart):
+    if not isinstance(target, Transition | GatheredLinears | CrossEntropyOfPart | RecurrentOfPart):
         return
-    given = next(iter(node.operands()))
+    given, *others = node.operands()
     meta = metas[given.name][0]
     item = meta.dtype.itemsize
     if isinstance(target, CrossEntropyOfPart):
@@ -75,6 +76,11 @@ def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, ba
             rows = meta.shape[0] * item
             yield "all_reduce", rows  # the largest logit
             yield "all_reduce", rows * (3 if target.smoothing else 2)
+        return
+    if isinstance(target, RecurrentOfPart):
+        graded = metas[others[0].name][0].requires_grad
+        for collective, count in target.sent(meta.shape, rank, backward=backward, states_graded=graded):
+            yield collective, count * item
         return
     change = target if isinstance(target, Transition) else target.change
     if isinstance(target, GatheredLinears) and backward:

@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshloom.graph.payload import Collective
+from meshloom.graph.pieces import Runs
+
 
 @dataclass(frozen=True)
 class Product:
@@ -40,6 +43,7 @@ class Sizes:
     """What a rank's part of a call looks like.
 
     here, whole: label -> size there and in all. operands, outputs: shapes there. starts: label -> where each rank's part begins.
+    runs: label -> the runs of indices that each rank has; None: all of them.
     """
 
     here: Mapping[str, int]
@@ -47,7 +51,18 @@ class Sizes:
     operands: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     starts: Mapping[str, tuple[int, ...]]
+    runs: Mapping[str, tuple[Runs | None, ...]]
     rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talk:
+    """A collective that an operator starts by itself. num_elements: of the value that is put together or added up. times: how often."""
+
+    collective: Collective
+    num_elements: int
+    times: int
+    backward: bool = False
 
 
 Local = Callable[[Any, tuple[Any, ...], dict[str, Any], Sizes], tuple[Any, tuple[Any, ...], dict[str, Any]]]
@@ -62,6 +77,8 @@ class Factors:
     sizes: of labels that stand in no dim by themselves.
     whole: labels that may not be cut. sums: labels that, when cut, leave partial results.
     joins: labels over which, when cut, the operator talks to the other ranks itself and gives all of them the whole result.
+    talks: labels over which, when cut, the operator talks to the other ranks itself and gives each of them its part; with what it sends.
+    entire: operands of which every rank needs all, unless a label of their own is cut: their other dims may have a cut axis.
     in_one_run: labels of which a rank's part has to be indices without a gap: the call finds it by where it starts.
     filled: labels of which every rank has to have an index: the kernel refuses to work on none.
     added: operands that are added to a partial result, and so have to be partial themselves.
@@ -76,6 +93,8 @@ class Factors:
     whole: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
     joins: frozenset[str] = frozenset()
+    talks: Mapping[str, tuple[Talk, ...]] = field(default_factory=dict)
+    entire: frozenset[int] = frozenset()
     in_one_run: frozenset[str] = frozenset()
     filled: frozenset[str] = frozenset()
     added: frozenset[int] = frozenset()
