@@ -57,6 +57,7 @@ def _recurrent(kind: RecurrentKind) -> Rule:
             sizes=sizes,
             whole=frozenset({"ways", "gates"} & sizes.keys()),
             filled=frozenset({"b", "h"} & sizes.keys()),
+            entire=frozenset({x.number}),  # its features may be this very axis, where layers are added to what they read
             talks={"h": tuple(_talks(length, batch, size, layers, 2 if both else 1))} if units else {},
             drawn=(None, "b", None),  # what is dropped between layers is [t, b, h], whatever the order of the operands
             local=local,
@@ -94,7 +95,7 @@ def _cell(kind: RecurrentKind) -> Rule:
             sizes={"b": batch} | ({"h": size} if units else {}) | _gates(kind, units),
             whole=frozenset({"gates"} & _gates(kind, units).keys()),
             filled=frozenset({"h"} if units else ()),
-            entire=frozenset({states[0].number} if units else ()),
+            entire=frozenset({call.operands[0].number, states[0].number}),  # features of x may be this very axis, too
             local=local,
         )
 
