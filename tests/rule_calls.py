@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,15 +88,17 @@ Make = Callable[[Chance], OneCall]
 
 
 def op(name: str) -> Any:
-    """`add.Tensor` -> that overload."""
+    """`add.Tensor` -> that overload; `library::name` -> an operator that is not torch's own."""
+    library, _, name = name.rpartition("::")
     packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return getattr(getattr(getattr(torch.ops, library or "aten"), packet), overload or "default")
 
 
 FIXED = {
     "batch_norm": ("running_mean", "running_var"),
-    "cross_entropy_loss": ("weight",),
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"), ("weight",)),
     "soft_margin_loss": ("target",),
+    "cosine_embedding_loss": ("target",),
     "binary_cross_entropy_with_logits": ("weight",),
     **dict.fromkeys(("floor_divide", "bernoulli", "randint_like"), ("self", "other")),
     "copy": ("self", "src"),
@@ -326,11 +329,52 @@ def _embedding(c: Chance) -> OneCall:
 
 
 def _embedding_bag(c: Chance) -> OneCall:
-    rows, width, bags = c.size(), c.size(), c.size()
-    mode = c.one(0, 1)
-    index = c.below(rows, 2 * bags)
-    weights = c.normal(2 * bags) if mode == 0 and c.yes() else None
-    return call("embedding_bag", c.normal(rows, width), index, torch.arange(0, 2 * bags, 2), False, mode, False, weights)
+    """Bags of any length, some of them empty."""
+    rows, width, bags, entries = c.size(), c.size(), c.size(), c.size() + 7
+    mode, has_last = c.one(0, 0, 1, 1, 2), c.yes()
+    weights = c.normal(entries) if mode == 0 and c.yes() else None
+    starts = [0, *sorted(c.random.choices(range(entries), k=bags - 1)), *([entries] if has_last else [])]
+    given = (c.normal(rows, width), c.below(rows, entries), torch.tensor(starts), c.random.random() < 0.1, mode, False, weights, has_last)
+    return c.one(call("embedding_bag", *given), call("embedding_bag.padding_idx", *given, c.one(None, 1, -1)))
+
+
+def _masked_scatter(c: Chance) -> OneCall:
+    mask = c.any() > 0
+    return call("masked_scatter", c.normal(*mask.shape), mask, c.normal(int(mask.sum()) + c.one(0, 2)))
+
+
+def _likelihood(name: str) -> Make:
+    """nll_loss of rows, of pictures, of either."""
+
+    def make(c: Chance) -> OneCall:
+        n, v, space = c.size(), c.size(), {"nll_loss": (), "nll_loss2d": (c.size(), c.size())}.get(name, c.shape(0, 2))
+        target = c.below(v, n, *space)
+        target[0] = c.one(-100, 0)
+        return call(name, c.normal(n, v, *space).log_softmax(1), target, c.one(None, None, None, c.positive(v)), c.one(0, 1, 2), -100)
+
+    return make
+
+
+def _cosine(c: Chance) -> OneCall:
+    n, d = c.size(), c.size()
+    return call("cosine_embedding_loss", c.normal(n, d), c.normal(n, d), 2 * c.below(2, n) - 1, c.one(0.0, 0.2), c.one(0, 1, 2))
+
+
+def _grouped_product(name: str, dtype: torch.dtype) -> Make:
+    """Sizes of which torch's kernel makes no parts without padding; some groups are empty."""
+
+    def make(c: Chance) -> OneCall:
+        if "transformers" in name:
+            importlib.import_module("transformers.integrations.moe")  # which makes the operator
+        groups, rows, inner, outer = c.size(), c.size() + 7, *((4 * c.one(1, 2, 3)) for _ in range(2))
+        kind = c.one("2 3", "2 3", "3 3", "3 2", "2 2") if name == "_grouped_mm" else "2 3"
+        grouped = 8 if kind == "2 2" else outer if kind == "3 2" else rows
+        ends = torch.tensor(sorted([*c.random.choices(range(0, grouped + 1, 4 if kind != "2 3" else 1), k=groups - 1), grouped]), dtype=torch.int32)
+        x = {"2": (rows, inner), "3": (groups, rows, inner)}[kind[0]] if kind != "2 2" else (rows, 8)
+        w = {"3": (groups, inner, outer), "2": (inner if kind == "3 2" else 8, outer)}[kind[2]]
+        return call(name, c.normal(*x).to(dtype), c.normal(*w).to(dtype), *(() if kind == "3 3" else (ends,)))
+
+    return make
 
 
 def _gather(c: Chance) -> OneCall:
@@ -690,9 +734,12 @@ def _comparison(name: str) -> Make:
     return lambda c: call(name, *on_broadcast("add.Tensor")(c).args)
 
 
-def _logical(c: Chance) -> OneCall:
-    shape = c.shape()
-    return call("logical_or", c.normal(*shape) > 0, c.normal(*shape[1:]) > 0)
+def _logical(name: str) -> Make:
+    def make(c: Chance) -> OneCall:
+        shape = c.shape()
+        return call(name, c.normal(*shape) > 0, c.normal(*shape[1:]) > 0)
+
+    return make
 
 
 def _copy(c: Chance) -> OneCall:
@@ -778,7 +825,12 @@ CALLS: dict[str, list[Make]] = {
     "less": [_comparison("less.Tensor")],
     "greater": [_comparison("greater.Tensor")],
     "not_equal": [_comparison("not_equal.Tensor")],
-    "logical_or": [_logical],
+    "logical_or": [_logical("logical_or")],
+    **{name: [_logical(f"{name}.Tensor")] for name in ("__and__", "__or__")},
+    **{name: [_tensors_of_shape(name)] for name in ("rand", "randn")},
+    "randint": [lambda c: call("randint", 9, c.shape())],
+    "_grouped_mm": [_grouped_product("_grouped_mm", torch.float32)],
+    "transformers::grouped_mm_fallback": [_grouped_product("transformers::grouped_mm_fallback", torch.float64)],
     "linear": [_linear],
     "matmul": [_matmul],
     "mm": [_mm],
@@ -805,7 +857,10 @@ CALLS: dict[str, list[Make]] = {
     "scaled_dot_product_attention": [_attention],
     "cross_entropy_loss": [_cross_entropy],
     "embedding": [_embedding],
+    **{name: [_likelihood(name)] for name in ("nll_loss", "nll_loss_nd", "nll_loss2d")},
+    "cosine_embedding_loss": [_cosine],
     "embedding_bag": [_embedding_bag],
+    "masked_scatter": [_masked_scatter],
     "gather": [_gather],
     "index_select": [_index_select],
     "index": [_index],

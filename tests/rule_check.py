@@ -6,7 +6,7 @@ The oracle knows of a placement only which indices each rank holds; values and g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,9 +86,14 @@ def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
         return tuple(map(refer, value)) if isinstance(value, tuple | list) else value
 
     args, kwargs = refer(one.args), {key: refer(value) for key, value in one.kwargs.items()}
-    with CountDraws() as draws:
-        outputs = [each for each in tree_leaves(one.target(*_cloned(one.args), **_cloned(one.kwargs))) if isinstance(each, Tensor)]
     named = args[len(args) - len(one.given) :]
+    fixed = {ref.name for argument, value in zip(one.schema.arguments, named, strict=False) if argument.name in one.fixed for ref in refs_in(value)}
+    graded = [(each.is_floating_point() or each.is_complex()) and f"x{place}" not in fixed for place, each in enumerate(operands)]
+    used = iter([each.clone().requires_grad_(wanted).clone() for each, wanted in zip(operands, graded, strict=True)])
+    with CountDraws() as draws:  # with gradients: some kernels give more then
+        outputs = [
+            each.detach() for each in tree_leaves(one.target(*_filled(one.args, used), **_filled(one.kwargs, used))) if isinstance(each, Tensor)
+        ]
     copied = len(args) > len(named)  # what is written is a copy
     written = {
         place
@@ -96,8 +101,6 @@ def program_of(one: OneCall) -> tuple[Program, list[Tensor]]:
         if argument.alias_info is not None and argument.alias_info.is_write and not copied
     }
     updated = {each.name for place in written if place < len(args) and isinstance(each := args[place], Ref)}
-    fixed = {ref.name for argument, value in zip(one.schema.arguments, named, strict=False) if argument.name in one.fixed for ref in refs_in(value)}
-    graded = [(each.is_floating_point() or each.is_complex()) and f"x{place}" not in fixed for place, each in enumerate(operands)]
     variables = {f"x{place}": Variable(value=f"x{place}", name=f"x{place}", meta=_meta(each, graded[place])) for place, each in enumerate(operands)}
     context = Context()
     metas = tuple(_meta(each, (each.is_floating_point() or each.is_complex()) and any(graded)) for each in outputs)
@@ -116,12 +119,13 @@ def _meta(tensor: Tensor, graded: bool) -> Meta:
     return Meta(shape=tuple(tensor.shape), dtype=tensor.dtype, stride=tuple(tensor.stride()), requires_grad=graded)
 
 
-def _cloned(value: Any) -> Any:
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Arguments with other tensors in the places of theirs, in order."""
     if isinstance(value, Tensor):
-        return value.clone()
+        return next(tensors)
     if isinstance(value, tuple | list):
-        return type(value)(map(_cloned, value))
-    return {key: _cloned(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return type(value)(_filled(each, tensors) for each in value)
+    return {key: _filled(each, tensors) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _give_parts(layout: Layout, chance: Chance) -> None:
@@ -146,13 +150,7 @@ class _Whole:
         self.operands = [each.detach().clone() for each in operands]
         self.used = [each.clone().requires_grad_(wanted) for each, wanted in zip(self.operands, graded, strict=True)]
         taken = iter(self.used)
-
-        def fill(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return next(taken)
-            return type(value)(map(fill, value)) if isinstance(value, tuple | list) else value
-
-        args, kwargs = fill(one.args), {key: fill(value) for key, value in one.kwargs.items()}
+        args, kwargs = _filled(one.args, taken), _filled(one.kwargs, taken)
         seed_everything(SEED)
         result = keyed(one.target, *args, **kwargs)
         self.results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]

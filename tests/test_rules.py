@@ -33,7 +33,7 @@ def check(name: str, seeds: range) -> Checked:
 
 def test_every_rule_has_calls_and_is_of_an_operator_of_torch():
     assert CALLS.keys() == BUILT_IN.keys()
-    assert all(hasattr(torch.ops.aten, name) for name in BUILT_IN)
+    assert all(hasattr(torch.ops.aten, name) for name in BUILT_IN if "::" not in name)
 
 
 def test_the_docs_have_the_rules_that_there_are():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from meshloom.comm.group import Group
 
@@ -48,6 +49,17 @@ def convolution_of_nothing(x: Tensor, weight: Tensor, bias: Tensor | None, shape
     return zeros if bias is None else zeros + bias.reshape(-1, *(1,) * (weight.ndim - 2))
 
 
+def grouped_product_of_part(product: Callable[..., Tensor], x: Tensor, w: Tensor, ends: Tensor | None) -> Tensor:
+    """`_grouped_mm` of parts whose rows need not be multiples of 16 bytes: with zeros added where they are not.
+
+    x [t, k] or [groups, t, k], w [groups, k, n] or [k, n].
+    """
+    step = 16 // x.element_size()
+    inner, outer = -x.shape[-1] % step or step * (not x.shape[-1]), -w.shape[-1] % step or step * (not w.shape[-1])
+    made = product(pad(x, (0, inner)), pad(w, (0, outer, 0, inner)), ends)
+    return made[..., : w.shape[-1]] if outer else made
+
+
 def embedding_of_part(weight: Tensor, index: Tensor, start: int, padding: int) -> Tensor:
     """Rows of an embedding of which `weight` [rows, d] is the part from row `start` on; zeros for rows that are elsewhere.
 
@@ -60,6 +72,27 @@ def embedding_of_part(weight: Tensor, index: Tensor, start: int, padding: int) -
     inside = padding - start if start <= padding < start + weight.shape[0] else -1
     found = torch.ops.aten.embedding.default(weight, local, inside)
     return torch.where(here.unsqueeze(-1), found, 0.0)
+
+
+def cosine_losses_of_part(one: Tensor, other: Tensor, target: Tensor, margin: float, count: int) -> Tensor:
+    """This part's share of a mean of `count` cosine embedding losses of pairs."""
+    return torch.ops.aten.cosine_embedding_loss.default(one, other, target, margin, 2) / count
+
+
+def negative_log_likelihood_of_part(x: Tensor, target: Tensor, start: int, reduction: int, ignored: int) -> Tensor:
+    """This part's share of `nll_loss`, where it has the log-probabilities of the classes from `start` on: parts of it sum to the loss.
+
+    x [n, part of v, space], target [n, space]. reduction: 0 none, 1 mean, 2 sum, as ATen counts them.
+    """
+    if not x.shape[1]:
+        return zeros_of(x, shape=target.shape if reduction == 0 else ())
+    here = (target >= start) & (target < start + x.shape[1]) & (target != ignored)
+    found = x.gather(1, torch.where(here, target - start, 0).unsqueeze(1)).squeeze(1)
+    losses = torch.where(here, -found, 0.0)
+    if reduction == 0:
+        return losses
+    total = losses.sum()
+    return total / (target != ignored).sum() if reduction == 1 else total
 
 
 @dataclass(frozen=True, kw_only=True)

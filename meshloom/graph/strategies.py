@@ -102,11 +102,7 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
             if numbers.leaves(axis) & cut.parts.keys() != known:
                 return None  # a dim that has to be whole, or did not fit its labels, is one of those that are cut
     operands: list[Placement] = [
-        PARTIAL
-        if place in factors.added and touched.keys() & factors.sums
-        else REPLICATED
-        if place in entire
-        else placed((axes,), cut, numbers)
+        PARTIAL if place in factors.added and touched.keys() & factors.sums else REPLICATED if place in entire else placed((axes,), cut, numbers)
         for place, axes in enumerate(values)
     ]
     result = placed(outputs, cut, numbers)

@@ -1,8 +1,13 @@
-"""A call with one argument replaced, as a rank's part of it needs."""
+"""The arguments of a call by the names of its operator's schema, as rules for a rank's part need them."""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+def given_by_name(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a call gives, by name; not those that it leaves to their defaults."""
+    return dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
 
 
 def set_argument(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> Any:

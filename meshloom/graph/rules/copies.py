@@ -35,6 +35,6 @@ def _constructor_like(call: Call) -> Factors | None:
 
 COPIES: dict[str, Rule] = {
     **dict.fromkeys(("contiguous", "clone", "alias", "detach", "to", "_to_copy", "lift_fresh_copy", "type_as"), _stays),
-    **dict.fromkeys(("zeros", "ones", "full", "empty"), _constructor),
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint"), _constructor),
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"), _constructor_like),
 }

@@ -81,6 +81,8 @@ ELEMENTWISE: dict[str, Rule] = {
     # Pointwise too, though torch does not tag them.
     **dict.fromkeys(("native_dropout", "alpha_dropout", "selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "bernoulli"), _any),
     **dict.fromkeys(("rand_like", "randn_like", "randint_like", "floor_divide", "fill", "copy", "softshrink", "hardshrink", "threshold"), _any),
-    **dict.fromkeys(("less", "greater", "not_equal", "nan_to_num", "clip", "square", "mish", "hardswish", "hardsigmoid", "logical_or"), _any),
+    **dict.fromkeys(
+        ("less", "greater", "not_equal", "nan_to_num", "clip", "square", "mish", "hardswish", "hardsigmoid", "logical_or", "__and__", "__or__"), _any
+    ),
     "prelu": _prelu,
 }

@@ -1,10 +1,12 @@
-"""Looking up rows and elements: embeddings, gather, index, scatter."""
+"""Looking up rows and elements: embeddings, bags of them, gather, index, scatter."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from meshloom.graph.bags import BagsOfPart
 from meshloom.graph.operators import embedding_of_part
+from meshloom.graph.rules.arguments import given_by_name
 from meshloom.graph.rules.call import Call, Operand, Rule
 from meshloom.graph.rules.factors import Dims, Factors, Sizes, Term
 
@@ -117,12 +119,39 @@ def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _embedding_bag(call: Call) -> Factors | None:
-    """weight [v, d] -> bags [b, d]: only the columns may be cut."""
-    if call.arguments.get("mode") == 2 or len(call.outputs) < 1:
-        return None
-    operands: tuple[Dims, ...] = ((None, "d"), *((None,) * len(each.shape) for each in call.operands[1:]))
-    rest: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.outputs[1:])
-    return Factors(operands=operands, outputs=((None, "d"), *rest), sizes={"d": call.operands[0].shape[1]})
+    """weight [v, d] -> bags [b, d]. Columns may be cut; and rows, but for maxima: other rows count nothing in a part's sums."""
+    weight = call.operands[0]
+    mode, scaled, sparse = (call.arguments[name] for name in ("mode", "scale_grad_by_freq", "sparse"))
+    given = call.arguments.get("padding_idx")
+    padding = -1 if given is None else given % weight.shape[0] if given >= -weight.shape[0] else -1
+
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        if here.here["v"] == here.whole["v"]:
+            return target, args, kwargs
+        part = BagsOfPart(
+            start=here.starts["v"][here.rank], num_rows=here.whole["v"], mode=mode, padding=padding, has_last=bool(call.arguments["include_last_offset"]),
+            first=here.rank == 0, shapes=here.outputs[1:],
+        )  # fmt: skip
+        return part, (*args[:3], given_by_name(target, args, kwargs).get("per_sample_weights")), {}
+
+    rest: tuple[Dims, ...] = tuple((None, "d") if len(each.shape) == 2 else (None,) * len(each.shape) for each in call.outputs[1:])
+    return Factors(
+        operands=(("v", "d"), *((None,) * len(each.shape) for each in call.operands[1:])),
+        outputs=((None, "d"), *rest),
+        sizes={"v": weight.shape[0], "d": weight.shape[1]},
+        sums=frozenset({"v"}),
+        whole=frozenset({"v"} if mode == 2 or scaled or sparse else ()),
+        in_one_run=frozenset({"v"}),
+        filled=frozenset({"d"}),
+        local=local,
+    )
+
+
+def _masked_scatter(call: Call) -> Factors | None:
+    """Where mask is set, the elements of source in their order. Which element comes where depends on all of the mask, so nothing is cut."""
+    operands: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.operands)
+    moved = frozenset({call.arguments["self"].number, call.arguments["source"].number})
+    return Factors(operands=operands, outputs=((None,) * len(call.outputs[0].shape),), linear=(moved,))
 
 
 INDEXING: dict[str, Rule] = {
@@ -136,4 +165,5 @@ INDEXING: dict[str, Rule] = {
     "index_copy": _index_add,
     "one_hot": _one_hot,
     "embedding_bag": _embedding_bag,
+    "masked_scatter": _masked_scatter,
 }

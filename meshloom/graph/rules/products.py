@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshloom.graph.operators import convolution_of_nothing
+from meshloom.graph.operators import convolution_of_nothing, grouped_product_of_part
+from meshloom.graph.rules.arguments import given_by_name
 from meshloom.graph.rules.call import Call, Operand, Rule, tensor_arguments
 from meshloom.graph.rules.factors import Dims, Factors, Product, Sizes, factors_of_text
 
@@ -122,6 +124,33 @@ def _einsum(call: Call) -> Factors | None:
     )  # fmt: skip
 
 
+def _grouped(call: Call) -> Factors | None:
+    """_grouped_mm: rows of x, sorted by group, times their group's matrix; rows and groups stay whole, for which row is whose is not known before.
+
+    x [t, k], w [groups, k, n], ends [groups] -> [t, n]. With x [groups, t, k] it is a batched product; with neither, the groups lie along k.
+    """
+    x, w = call.operands[:2]
+    if isinstance(call.arguments.get("bias"), Operand) or call.arguments.get("out_dtype") is not None:
+        return None
+    pattern = {
+        (2, 3): "t! k, e! k n, _ -> t n; sum k; linear 0 1",
+        (3, 3): "e t k, e k n -> e t n; sum k; linear 0 1",
+        (3, 2): "e! t k, k m!, _ -> t m; sum k; linear 0 1",
+        (2, 2): "t k!, k n, _ -> _ t n; linear 0 1",
+    }[len(x.shape), len(w.shape)]
+    factors = factors_of_text(pattern, [each.shape for each in call.operands], 1)
+    return dataclasses.replace(factors, local=_aligned)
+
+
+def _aligned(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
+    """Kernels for groups want rows of 16 bytes, and parts need not be that long."""
+    return (
+        (target, args, kwargs)
+        if "fallback" in target._schema.name
+        else (grouped_product_of_part, (target, *args[:2], given_by_name(target, args, kwargs).get("offs")), {})
+    )
+
+
 PRODUCTS: dict[str, Rule] = {
     "linear": text("b* k, o k, o -> b* o; sum k; add 2; linear 0+2 1+2"),
     "matmul": _matmul,
@@ -131,6 +160,8 @@ PRODUCTS: dict[str, Rule] = {
     "dot": text("k, k -> ; sum k; linear 0 1"),
     "addmm": _addmm,
     "baddbmm": _baddbmm,
+    "_grouped_mm": _grouped,
+    "transformers::grouped_mm_fallback": _grouped,
     "bilinear": _bilinear,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
     "einsum": _einsum,

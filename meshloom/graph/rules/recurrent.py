@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from meshloom.graph.recurrent import NUM_GATES, RecurrentKind, RecurrentOfPart, cell_of_part
+from meshloom.graph.rules.arguments import given_by_name
 from meshloom.graph.rules.call import Call, Operand, Rule
 from meshloom.graph.rules.factors import Dims, Factors, Product, Sizes, Talk, Term
 
@@ -47,7 +47,7 @@ def _recurrent(kind: RecurrentKind) -> Rule:
                 kind=kind, held=here.runs["h"], num_hidden=size, num_layers=layers, has_biases=bool(call.arguments["has_biases"]), dropout=rate,
                 both_ways=both, batch_first=first,
             )  # fmt: skip
-            given = _by_name(target, args, kwargs)
+            given = given_by_name(target, args, kwargs)
             return part, (given["input"], given["hx"], given["params"]), {}
 
         sizes = {"b": batch} | ({"h": size} if units else {}) | ({"ways": 2} if units and both else {}) | _gates(kind, units)
@@ -85,7 +85,7 @@ def _cell(kind: RecurrentKind) -> Rule:
             mine = here.runs["h"][here.rank] if units else None
             if mine is None:
                 return target, args, kwargs
-            found = _by_name(target, args, kwargs)
+            found = given_by_name(target, args, kwargs)
             hx = found["hx"] if isinstance(found["hx"], tuple) else (found["hx"],)
             return cell_of_part, (kind, found["input"], hx, found["w_ih"], found["w_hh"], found.get("b_ih"), found.get("b_hh"), mine), {}
 
@@ -115,10 +115,6 @@ def _talks(length: int, batch: int, size: int, layers: int, ways: int) -> list[T
     found = [(batch * size, layers * ways * length)] + ([(length * batch * ways * size, layers - 1)] if layers > 1 else [])
     forward = [Talk(collective="all_gather", num_elements=elements, times=times) for elements, times in found]
     return forward + [Talk(collective="reduce_scatter", num_elements=elements, times=times, backward=True) for elements, times in found]
-
-
-def _by_name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {argument.name: value for argument, value in zip(target._schema.arguments, args, strict=False)} | dict(kwargs)
 
 
 RECURRENT: dict[str, Rule] = {
