@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from meshloom.graph.axes import Axis, concatenation, product, unify
 from meshloom.graph.nodes import Meta, Node, Ref
@@ -38,7 +38,18 @@ class Layout:
 
 
 def layout_of(program: Program, rules: Rules) -> Layout:
-    """Follow the program once, making axes one where an operator pairs them."""
+    """Follow the program, making axes one where an operator pairs them.
+
+    A matrix whose rows and columns turn out to be one axis (of x + W x, or of a state that W makes anew) could not be cut at all: a part of
+    its rows with the same part of its columns is not all of it. There the program is followed again, with the columns an axis of their own.
+    """
+    layout = _followed(program, rules, {})
+    square = dict(_square(layout))
+    return _followed(program, rules, square) if square else layout
+
+
+def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layout:
+    """square: nodes, and the number of their matrix, whose columns are to be an axis of its own."""
     values: dict[str, tuple[Axes, ...]] = {}
     metas: dict[str, tuple[Meta, ...]] = {}
     for each in _leaves(program):
@@ -59,6 +70,7 @@ def layout_of(program: Program, rules: Rules) -> Layout:
         if factors is None:
             values[node.name] = tuple(_fresh(output.shape) for output in node.outputs)
             continue
+        factors = _with_own_columns(factors, square[node.name]) if node.name in square else factors
         operands = [values[ref.name][0] for ref in node.operands()]
         mapped[node.name] = each_mapped = _map(node, factors, operands)
         values[node.name] = tuple(
@@ -66,6 +78,34 @@ def layout_of(program: Program, rules: Rules) -> Layout:
             for dims, output in zip(factors.outputs, node.outputs, strict=True)
         )
     return Layout(program=program, values=values, metas=metas, mapped=mapped)
+
+
+def _square(layout: Layout) -> Iterator[tuple[str, int]]:
+    """Nodes with an operand, and its number, of which an axis that is summed over is also one that is kept."""
+    for name, mapped in layout.mapped.items():
+        for number, dims in enumerate(mapped.factors.operands):
+            labels = {label for term in dims for label in labels_in(term)}
+            inner, outer = (_leaves_of(mapped, some) for some in (labels & mapped.factors.sums, labels - mapped.factors.sums))
+            if inner & outer:
+                yield name, number
+
+
+def _leaves_of(mapped: Mapped, labels: Iterable[str]) -> set[Axis]:
+    return {leaf.root for label in labels for leaf in mapped.labels[label].leaves() if leaf.size > 1}
+
+
+def _with_own_columns(factors: Factors, number: int) -> Factors:
+    """The map with what is summed over an axis of its own in operand `number`, and whole in the others, which every rank needs all of."""
+    changed = {place: tuple(None if set(labels_in(term)) & factors.sums else term for term in dims) for place, dims in enumerate(factors.operands)}
+    others = [place for place, dims in enumerate(factors.operands) if place != number and changed[place] != dims]
+    return replace(
+        factors,
+        operands=tuple(changed[place] if place in others else dims for place, dims in enumerate(factors.operands)),
+        whole=factors.whole | factors.sums,
+        sums=frozenset(),
+        added=frozenset(),
+        entire=factors.entire | frozenset(others),
+    )
 
 
 def axes_of(dims: Dims, labels: Mapping[str, Axis], shape: tuple[int, ...] | None = None) -> Axes:
