@@ -251,7 +251,7 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
         if source == wanted:
             return True
         metas = layout.metas[value]
-        if len(metas) != 1 or value in in_place:
+        if value in layout.lists or value in in_place:
             return False
         return metas[0].dtype.is_floating_point or PARTIAL not in (source, wanted)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshloom.graph.axes import Axis, concatenation, product, unify
 from meshloom.graph.nodes import Meta, Node, Ref
@@ -35,6 +36,12 @@ class Layout:
     values: Mapping[str, tuple[Axes, ...]]
     metas: Mapping[str, tuple[Meta, ...]]
     mapped: Mapping[str, Mapped]
+
+    @cached_property
+    def lists(self) -> frozenset[str]:
+        """Values that are several tensors, or a list of one, of which nodes pick."""
+        picked = {ref.name for node in self.program.nodes if node.target is operator.getitem for ref in node.operands()}
+        return frozenset(picked | {name for name, metas in self.metas.items() if len(metas) != 1})
 
 
 def layout_of(program: Program, rules: Rules) -> Layout:

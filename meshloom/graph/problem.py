@@ -214,7 +214,7 @@ class Problem:
 
     def _change(self, value: str, placement: Placement, users: Mapping[str, Mapping[int, None]], *, stays: bool) -> None:
         """Unknowns z: `value` is changed to `placement` from what it is made in. Their sum is 1 if anyone wants it so."""
-        meta, many = self.layout.metas[value][0], len(self.layout.metas[value]) != 1
+        meta, many = self.layout.metas[value][0], value in self.layout.lists
         changes: list[tuple[Placement, int]] = []
         self._changes[value, placement] = changes
         for source, unknowns in self._made[value].items():

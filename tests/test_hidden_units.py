@@ -1,0 +1,121 @@
+"""Layers whose output comes back as their input (recurrent networks, x + W x) are divided by hidden units, and send what they are said to send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from choice_jobs import job_of
+from torch import Tensor, nn
+
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Turns
+from meshloom.graph.partition import Partition
+from meshloom.graph.pieces import take
+from meshloom.graph.recurrent import RecurrentOfPart
+from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
+from tests.division import Subject, at_random, compare, subject_of
+from tests.families.divided import divided_parameters
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+LIMIT = 1e-10  # float64: sums in another order
+BATCH, LENGTH, WIDTH = 3, 5, 7
+
+
+class Layers(nn.Module):
+    """Sequences [b, t, 7] -> all outputs and last states of torch's recurrent layers, from states that are learned or zeros."""
+
+    def __init__(self, build: Callable[..., nn.RNNBase], *, learned: bool, **settings: Any) -> None:
+        super().__init__()
+        self.layers = build(WIDTH, 10, 2, batch_first=True, **settings)
+        both, pair = bool(settings.get("bidirectional")), build is nn.LSTM
+        self.start = nn.Parameter(torch.randn(2 if pair else 1, 4 if both else 2, 1, 10)) if learned else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = tuple(self.start.expand(-1, -1, len(x), -1)) if self.start is not None else None
+        outputs, last = self.layers(x, states[0] if states is not None and len(states) == 1 else states)
+        return outputs.square().mean() + sum(each.square().mean() for each in (last if isinstance(last, tuple) else (last,)))
+
+
+class Residual(nn.Module):
+    """[b, t, 7] -> the same, by layers that are as wide as they are high: x + relu(W x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.relu(self.first(x))
+        return (x + torch.tanh(self.second(x.mT)).mT).square().mean()
+
+
+class OwnRecurrence(nn.Module):
+    """[b, t, 7] -> a state that a matrix makes anew in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.inputs = nn.Linear(9, 9), nn.Linear(WIDTH, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 9)
+        for step in x.unbind(1):
+            h = torch.tanh(self.state(h) + self.inputs(step))
+        return h.square().mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: Layers(nn.LSTM, learned=True, bidirectional=True, dropout=0.2),
+    "gru": lambda: Layers(nn.GRU, learned=False, dropout=0.2),
+    "rnn": lambda: Layers(nn.RNN, learned=True, bidirectional=True, bias=False),
+    "residual": Residual,
+    "recurrence": OwnRecurrence,
+}
+
+
+@pytest.fixture(scope="module")
+def subjects() -> dict[str, Subject]:
+    """Each model, read once."""
+    generator = torch.Generator().manual_seed(0)
+    batches = tuple({"x": torch.randn(BATCH, LENGTH, WIDTH, generator=generator)} for _ in range(2))
+    return {name: subject_of(job_of(build, lambda model, batch: model(batch["x"])), batches=batches) for name, build in MODELS.items()}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_units_are_divided_and_compute_what_one_device_does(name: str, num_ranks: int, subjects: dict[str, Subject]):
+    compared = compare(subjects[name], num_ranks)
+    assert compared.error < LIMIT, compared.what
+    assert divided_parameters(compared.partition) > 0.95
+    assert compare(subjects[name], num_ranks, at_random(num_ranks)).error < LIMIT
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_send_what_they_are_said_to_send(name: str, num_ranks: int, subjects: dict[str, Subject]):
+    subject = subjects[name]
+    part = compare(subject, num_ranks).partition
+    if name in ("lstm", "gru", "rnn"):
+        assert any(isinstance(node.target, RecurrentOfPart) for node in part.programs[0].nodes)
+    for rank, found in enumerate(counted(part, subject)):
+        assert bytes_per_step(part, rank=rank) == {kind: num_bytes for kind, (_, num_bytes) in found.items()}
+        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_the_end(part, rank)]
+        assert {kind: sum(each.collective == kind for each in sent) for kind in found} == {kind: calls for kind, (calls, _) in found.items()}
+
+
+def counted(part: Partition, subject: Subject) -> list[dict[str, tuple[int, int]]]:
+    """Rank -> kind of collective -> calls and bytes of a chunk and of the sum at the end, as the ranks make them. Their loss is one device's."""
+    turns = Turns()
+    groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks, turns)]
+
+    def run(rank: int) -> None:
+        named = subject.model.named_parameters()
+        parameters = {name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_() for name, each in named}
+        part.programs[rank].run(parameters, {}, subject.batch, group=groups[rank]).backward()
+        if part.summed:
+            groups[rank].all_reduce(torch.cat([parameters[name].grad.reshape(-1) for name in part.summed])).wait()
+
+    turns.run([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
+    return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]
