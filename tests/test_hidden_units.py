@@ -10,15 +10,10 @@ import torch
 from choice_jobs import job_of
 from torch import Tensor, nn
 
-from meshloom.comm.record import RecordedGroup
-from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns
-from meshloom.graph.partition import Partition
-from meshloom.graph.pieces import take
 from meshloom.graph.recurrent import RecurrentOfPart
-from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
 from tests.division import Subject, at_random, compare, subject_of
 from tests.families.divided import divided_parameters
+from tests.sent import counted, predicted
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 LIMIT = 1e-10  # float64: sums in another order
@@ -79,8 +74,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def subjects() -> dict[str, Subject]:
     """Each model, read once."""
     generator = torch.Generator().manual_seed(0)
-    batches = tuple({"x": torch.randn(BATCH, LENGTH, WIDTH, generator=generator)} for _ in range(2))
-    return {name: subject_of(job_of(build, lambda model, batch: model(batch["x"])), batches=batches) for name, build in MODELS.items()}
+    one, other = ({"x": torch.randn(BATCH, LENGTH, WIDTH, generator=generator)} for _ in range(2))
+    return {name: subject_of(job_of(build, lambda model, batch: model(batch["x"])), batches=(one, other)) for name, build in MODELS.items()}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -99,23 +94,4 @@ def test_ranks_send_what_they_are_said_to_send(name: str, num_ranks: int, subjec
     part = compare(subject, num_ranks).partition
     if name in ("lstm", "gru", "rnn"):
         assert any(isinstance(node.target, RecurrentOfPart) for node in part.programs[0].nodes)
-    for rank, found in enumerate(counted(part, subject)):
-        assert bytes_per_step(part, rank=rank) == {kind: num_bytes for kind, (_, num_bytes) in found.items()}
-        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_the_end(part, rank)]
-        assert {kind: sum(each.collective == kind for each in sent) for kind in found} == {kind: calls for kind, (calls, _) in found.items()}
-
-
-def counted(part: Partition, subject: Subject) -> list[dict[str, tuple[int, int]]]:
-    """Rank -> kind of collective -> calls and bytes of a chunk and of the sum at the end, as the ranks make them. Their loss is one device's."""
-    turns = Turns()
-    groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks, turns)]
-
-    def run(rank: int) -> None:
-        named = subject.model.named_parameters()
-        parameters = {name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_() for name, each in named}
-        part.programs[rank].run(parameters, {}, subject.batch, group=groups[rank]).backward()
-        if part.summed:
-            groups[rank].all_reduce(torch.cat([parameters[name].grad.reshape(-1) for name in part.summed])).wait()
-
-    turns.run([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
-    return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]
+    assert counted(part, subject) == predicted(part)

@@ -88,9 +88,15 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
 
 
 def _square(layout: Layout) -> Iterator[tuple[str, int]]:
-    """Nodes with an operand, and its number, of which an axis that is summed over is also one that is kept."""
+    """Nodes with a parameter (or a view of one), and its number, of which an axis that is summed over is also one that is kept."""
+    held = {each.value for each in layout.program.parameters.values()}
     for name, mapped in layout.mapped.items():
+        operands = [ref.name for ref in mapped.node.operands()]
+        if len(operands) == 1 and operands[0] in held:
+            held.add(name)
         for number, dims in enumerate(mapped.factors.operands):
+            if operands[number] not in held:
+                continue
             labels = {label for term in dims for label in labels_in(term)}
             inner, outer = (_leaves_of(mapped, some) for some in (labels & mapped.factors.sums, labels - mapped.factors.sums))
             if inner & outer:

@@ -19,6 +19,7 @@ from meshloom.graph.payload import Collective, elements_of_change, elements_of_g
 from meshloom.graph.pieces import whole
 from meshloom.graph.program import Program
 from meshloom.graph.recurrent import RecurrentOfPart
+from meshloom.graph.softmax import LogSoftmaxOfPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> di
 
 def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, backward: bool) -> Iterator[tuple[Collective, int]]:
     target = node.target
-    if not isinstance(target, Transition | GatheredLinears | CrossEntropyOfPart | RecurrentOfPart):
+    if not isinstance(target, Transition | GatheredLinears | CrossEntropyOfPart | LogSoftmaxOfPart | RecurrentOfPart):
         return
     given, *others = node.operands()
     meta = metas[given.name][0]
@@ -76,6 +77,11 @@ def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, ba
             rows = meta.shape[0] * item
             yield "all_reduce", rows  # the largest logit
             yield "all_reduce", rows * (3 if target.smoothing else 2)
+        return
+    if isinstance(target, LogSoftmaxOfPart):
+        rows = math.prod(meta.shape[: target.dim] + meta.shape[target.dim + 1 :]) * item
+        for _ in range(1 if backward else 2):
+            yield "all_reduce", rows
         return
     if isinstance(target, RecurrentOfPart):
         graded = metas[others[0].name][0].requires_grad

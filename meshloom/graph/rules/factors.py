@@ -54,6 +54,10 @@ class Sizes:
     runs: Mapping[str, tuple[Runs | None, ...]]
     rank: int
 
+    def is_cut(self, label: str) -> bool:
+        """Whether the ranks divide it, be it that this rank has all of it and another one nothing."""
+        return any(runs is not None for runs in self.runs[label])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Talk:

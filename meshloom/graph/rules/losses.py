@@ -22,7 +22,7 @@ def _cross_entropy(call: Call) -> Factors | None:
     smoothing: float = call.arguments.get("label_smoothing", 0.0)
 
     def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-        if here.here["v"] == here.whole["v"] and len(set(here.starts["v"])) == 1:
+        if not here.is_cut("v"):
             return to, args, kwargs
         part = CrossEntropyOfPart(starts=here.starts["v"], num_classes=here.whole["v"], reduction=reduction, ignored=ignored, smoothing=smoothing)
         return part, args[:2], {}

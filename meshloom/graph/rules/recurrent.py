@@ -41,7 +41,7 @@ def _recurrent(kind: RecurrentKind) -> Rule:
         rate = float(call.arguments["dropout"]) if call.arguments["train"] and layers > 1 else 0.0
 
         def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
-            if units is None or all(runs is None for runs in here.runs["h"]):
+            if units is None or not here.is_cut("h"):
                 return target, args, kwargs
             part = RecurrentOfPart(
                 kind=kind, held=here.runs["h"], num_hidden=size, num_layers=layers, has_biases=bool(call.arguments["has_biases"]), dropout=rate,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from meshloom.graph.operators import loss_of_part, mean_of_part
 from meshloom.graph.rules.call import Call, Operand, Rule
 from meshloom.graph.rules.elementwise import elementwise
-from meshloom.graph.rules.factors import Concat, Dims, Factors, Sizes, Term
+from meshloom.graph.rules.factors import Concat, Dims, Factors, Sizes, Talk, Term, labels_of
+from meshloom.graph.softmax import LogSoftmaxOfPart
 
 
 def _reduced(call: Call, *, sums: bool, local: Any = None) -> Factors | None:
@@ -114,7 +116,33 @@ def _glu(call: Call) -> Factors | None:
     return Factors(operands=(tuple(halves),), outputs=(tuple(names),), sizes=sizes, whole=frozenset({"one", "other"}))
 
 
+def _log_softmax(call: Call) -> Factors | None:
+    """log_softmax: along the dim, too, with two small all-reduces."""
+    x = call.operands[0]
+    if not x.shape:
+        return None
+    names, sizes = labels_of(x.shape)
+    dim = call.dim("dim", len(x.shape))
+    label = f"d{dim}"
+    plain = call.outputs[0].dtype == x.meta.dtype and not call.node.context.autocast
+    rows = math.prod(x.shape) // max(x.shape[dim], 1)
+
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        return (LogSoftmaxOfPart(dim=dim), (args[0],), {}) if here.is_cut(label) else (target, args, kwargs)
+
+    return Factors(
+        operands=(tuple(names),), outputs=(tuple(names),), sizes=sizes, whole=frozenset(() if plain else {label}),
+        talks={label: (
+            Talk(collective="all_reduce", num_elements=rows, times=2),
+            Talk(collective="all_reduce", num_elements=rows, times=1, backward=True),
+        )},
+        local=local,
+    )  # fmt: skip
+
+
 REDUCTIONS: dict[str, Rule] = {
+    "log_softmax": _log_softmax,
+    "_log_softmax": _log_softmax,
     "sum": _sum,
     "mean": _mean,
     "glu": _glu,
@@ -140,7 +168,7 @@ REDUCTIONS: dict[str, Rule] = {
         _whole,
     ),
     **dict.fromkeys(
-        ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "topk", "argsort"),
+        ("softmax", "_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "topk", "argsort"),
         _along("dim"),
     ),
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "soft_margin_loss"), _pointwise_loss),

@@ -1,0 +1,69 @@
+"""Log-softmax along a dim of which every rank has a part: two small all-reduces, and each rank keeps its part of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+
+_Reduce = Callable[[list[Tensor]], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSoftmaxOfPart:
+    """Log-softmax along `dim` (counted from the front). A number per row is sent: its largest, its sum of exponentials; in backward its gradient's sum."""
+
+    dim: int
+
+    def run(self, group: Group, x: Tensor) -> Tensor:
+        """On this rank: x [*, part, *] -> the same."""
+
+        def reduced(values: list[Tensor], op: Any) -> Tensor:
+            group.all_reduce(values[0], op).wait()
+            return values[0]
+
+        function: Any = _LogSoftmax.apply
+        return function(self.dim, lambda values: reduced(values, "max"), lambda values: reduced(values, "sum"), x)[0]
+
+    def run_all(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """On all ranks at once."""
+
+        def total(values: list[Tensor]) -> Tensor:
+            result = values[0].clone()
+            for each in values[1:]:
+                result += each
+            return result
+
+        function: Any = _LogSoftmax.apply
+        return list(function(self.dim, lambda values: torch.stack(values).amax(0), total, *xs))
+
+    def __str__(self) -> str:
+        return f"log_softmax along a part of dim {self.dim}"
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dim: int, largest: _Reduce, total: _Reduce, *xs: Tensor) -> Any:
+        top = largest([_largest(each, dim) for each in xs])
+        sums = total([(each - top).exp().sum(dim, keepdim=True) for each in xs])
+        results = [each - top - sums.log() for each in xs]
+        ctx.dim, ctx.total = dim, total
+        ctx.save_for_backward(*results)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        sums = ctx.total([each.sum(ctx.dim, keepdim=True) for each in gradients])
+        return None, None, None, *(gradient - result.exp() * sums for gradient, result in zip(gradients, ctx.saved_tensors, strict=True))
+
+
+def _largest(x: Tensor, dim: int) -> Tensor:
+    """The largest of each row [*, 1, *]; of rows without elements the least number there is."""
+    if x.shape[dim]:
+        return x.amax(dim, keepdim=True)
+    return x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), torch.finfo(x.dtype).min)

@@ -1,0 +1,47 @@
+"""What ranks send in a step, as a divided program is said to and as they do over simulated groups, which run one after another's turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Turns
+from meshloom.graph.partition import Partition
+from meshloom.graph.pieces import place, take
+from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
+from meshloom.random import seed_everything
+from tests.division import SEED, Subject
+
+Sent = list[dict[str, tuple[int, int]]]  # rank -> kind of collective -> calls and bytes
+
+
+def predicted(part: Partition) -> Sent:
+    """As the program says."""
+    found: Sent = []
+    for rank in range(part.choice.num_ranks):
+        sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_the_end(part, rank)]
+        calls = {each.collective: sum(other.collective == each.collective for other in sent) for each in sent}
+        found.append({kind: (calls[kind], num_bytes) for kind, num_bytes in bytes_per_step(part, rank=rank).items()})
+    return found
+
+
+def counted(part: Partition, subject: Subject) -> Sent:
+    """As the ranks do, for a chunk and the sum at the end. Their loss is one device's."""
+    turns = Turns()
+    groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks, turns)]
+
+    def run(rank: int) -> None:
+        named = subject.model.named_parameters()
+        parameters = {name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_() for name, each in named}
+        seed_everything(SEED)
+        loss = part.programs[rank].run(parameters, {}, subject.batch, group=groups[rank])
+        assert loss.item() == pytest.approx(subject.outputs[0].item(), rel=1e-10)  # float64: sums in another order
+        loss.backward()
+        if part.summed:
+            gradients = [(part.parameters[name], parameters[name].grad) for name in part.summed]
+            groups[rank].all_reduce(torch.cat([place(pieces, rank, each).reshape(-1) for pieces, each in gradients if each is not None])).wait()
+
+    turns.run([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
+    return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]
