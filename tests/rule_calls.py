@@ -531,7 +531,7 @@ def _stack(c: Chance) -> OneCall:
 
 def _repeat_interleave(c: Chance) -> OneCall:
     x = c.any()
-    return call("repeat_interleave.self_int", x, c.one(2, 3, 4), c.dim(x))
+    return call("repeat_interleave.self_int", x, c.one(2, 3, 4), c.one(c.dim(x), c.dim(x), None))
 
 
 def _repeat(c: Chance) -> OneCall:
@@ -811,6 +811,8 @@ CALLS: dict[str, list[Make]] = {
     "where": [_where],
     "masked_fill": [_masked_fill],
     "dropout": [on_one("dropout", 0.3, True)],
+    "dropout_": [lambda c: OneCall(out_of_place, (op("dropout_"), c.any(), 0.3, True))],
+    "feature_dropout_": [lambda c: OneCall(out_of_place, (op("feature_dropout_"), c.any(2), 0.3, True))],
     "native_dropout": [on_one("native_dropout", 0.3, True)],
     "alpha_dropout": [on_one("alpha_dropout", 0.3, True)],
     "feature_dropout": [on_one("feature_dropout", 0.3, True, least=2)],

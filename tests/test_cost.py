@@ -34,10 +34,19 @@ def products(a: Any, b: Any) -> int:
     return 2 * a[0] * a[1] * b
 
 
-# What torch counts as nothing on CPUs, where attention and recurrent layers are other operators than on GPUs.
+def opened(shape: Any, places: Any) -> torch.Size:
+    """A shape with dims of 1 put in."""
+    made = torch.empty(shape, device="meta")
+    for place in places:
+        made = made.unsqueeze(place)
+    return made.shape
+
+
+# What torch counts as nothing: bilinear layers everywhere, and on CPUs, where attention and recurrent layers are other operators than on GPUs.
 CPU_OPERATORS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop.__wrapped__,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop.__wrapped__,
+    aten._trilinear: lambda a, b, c, i, j, k, *_, **__: 3 * torch.broadcast_shapes(opened(a, i), opened(b, j), opened(c, k)).numel(),
     aten.mkldnn_rnn_layer: lambda x, wx, wh, *_, **__: products(x, wx[0] * (wx[1] + wh[1])),
     aten.mkldnn_rnn_layer_backward: lambda x, wx, wh, *_, **__: 2 * products(x, wx[0] * (wx[1] + wh[1])),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,17 @@ def _grouped_product_backward(x: Any, w: Any, *args: Any, out_shape: Any = None,
     return 2 * _grouped_product(x, w)
 
 
+def _trilinear(x: Any, w: Any, y: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """The sum of x w y, each with dims of 1 put in where the lists of dims behind them say: two products and a sum per element."""
+    shapes: list[list[int]] = []
+    for shape, places in zip((x, w, y), args, strict=False):
+        grown = list(shape)
+        for place in places:
+            grown.insert(place, 1)
+        shapes.append(grown)
+    return 3 * math.prod(map(max, *shapes))
+
+
 # What torch's table lacks: the attention and the recurrent layer that CPUs run.
 _FORMULAS: Mapping[Any, Any] = {
     **_flop_counter.flop_registry,
@@ -93,6 +105,7 @@ _FORMULAS: Mapping[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flop_counter.sdpa_backward_flop,
     aten.mkldnn_rnn_layer: _flop_counter.shape_wrapper(_recurrent_layer),
     aten.mkldnn_rnn_layer_backward: _flop_counter.shape_wrapper(_recurrent_layer_backward),
+    aten._trilinear: _flop_counter.shape_wrapper(_trilinear),
     aten._grouped_mm: _flop_counter.shape_wrapper(_grouped_product),
 }
 # Operators of libraries that register them when they are imported.

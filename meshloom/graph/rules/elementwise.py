@@ -77,7 +77,7 @@ ELEMENTWISE: dict[str, Rule] = {
     "where": _where,
     "masked_fill": _masked_fill,
     **dict.fromkeys(("bernoulli_", "normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"), _any),
-    "dropout": _first,
+    **dict.fromkeys(("dropout", "dropout_"), _first),
     # Pointwise too, though torch does not tag them.
     **dict.fromkeys(("native_dropout", "alpha_dropout", "selu", "celu", "relu6", "hardtanh", "softplus", "log_sigmoid", "bernoulli"), _any),
     **dict.fromkeys(("rand_like", "randn_like", "randint_like", "floor_divide", "fill", "copy", "softshrink", "hardshrink", "threshold"), _any),

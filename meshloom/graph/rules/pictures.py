@@ -96,4 +96,5 @@ PICTURES: dict[str, Rule] = {
     "col2im": _im2col,
     "unfold": _windows,
     "feature_dropout": _channel_dropout,
+    "feature_dropout_": _channel_dropout,
 }

@@ -54,13 +54,17 @@ def _repeat(call: Call) -> Factors | None:
 
 
 def _repeat_interleave(call: Call) -> Factors | None:
-    if call.arguments.get("dim") is None or not isinstance(call.arguments.get("repeats"), int):
+    """Each index of a dim becomes several, next to each other; without a dim each element, of all dims in a row."""
+    if not isinstance(call.arguments.get("repeats"), int):
         return None
     names, sizes = labels_of(call.operands[0].shape)
-    dim = call.dim("dim", len(names))
     sizes["repeats"] = call.arguments["repeats"]
     out: list[Term] = list(names)
-    out[dim] = Product((f"d{dim}", "repeats"))
+    if call.arguments.get("dim") is None:
+        out = [Product((*names, "repeats"))]
+    else:
+        dim = call.dim("dim", len(names))
+        out[dim] = Product((f"d{dim}", "repeats"))
 
     def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
         return set_argument(target, args, {key: each for key, each in kwargs.items() if key != "output_size"}, "repeats", here.here["repeats"])
