@@ -136,14 +136,18 @@ class RecurrentOfPart:
         backwards: bool,
     ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
         """One layer in one direction: outputs [t, b, part] and last states of each rank."""
-        projected = [F.linear(x, w_x, b_x) for x, (w_x, _, b_x, _) in zip(xs, weights, strict=True)]
+        projected = [F.linear(x, w_x, b_x).unbind(0) for x, (w_x, _, b_x, _) in zip(xs, weights, strict=True)]
         change = self._step_change(xs[0].shape[1])
         length = len(xs[0])
         made: list[list[Tensor]] = [[] for _ in xs]
-        for time in reversed(range(length)) if backwards else range(length):
+        read: list[list[Tensor]] = [[] for _ in xs]
+        later = [_products_later(w_h, b_h, length, each[0], seen) for each, (_, w_h, _, b_h), seen in zip(projected, weights, read, strict=True)]
+        for number, time in enumerate(reversed(range(length)) if backwards else range(length)):
             everything = gather(change, [state[0] for state in states])
             for place, (h, (_, w_h, _, b_h)) in enumerate(zip(everything, weights, strict=True)):
-                result = _step(self.kind, projected[place][time], F.linear(h, w_h, b_h), states[place])
+                read[place].append(h.detach())
+                recurrent = F.linear(h, w_h.detach(), b_h.detach() if b_h is not None else None) + later[place][number]
+                result = _step(self.kind, projected[place][time], recurrent, states[place])
                 states[place] = result if isinstance(result, tuple) else (result,)
                 made[place].append(states[place][0])
         return [torch.stack(each[::-1] if backwards else each) for each in made], states
@@ -162,6 +166,27 @@ class RecurrentOfPart:
             seed_torch(seed)  # every rank draws the same
             results.append(keyed(torch.ops.aten.dropout.default, each, self.dropout, True))
         return results
+
+
+def _products_later(w_h: Tensor, b_h: Tensor | None, length: int, like: Tensor, read: list[Tensor]) -> Sequence[Tensor]:
+    """Zeros [t][b, gates part] to be added to each step's W h, through which gradients come to W and b: by one product for all steps.
+
+    Autograd alone would compute a gradient of W in every step, and add them up. read: what h was in each step, filled in by then.
+    """
+    function: Any = _Later.apply
+    return function(read, length, like.detach(), w_h, b_h).unbind(0)
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, read: list[Tensor], length: int, like: Tensor, w_h: Tensor, b_h: Tensor | None) -> Tensor:
+        ctx.read, ctx.has_bias = read, b_h is not None
+        return like.new_zeros(length, *like.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows = gradients[0].flatten(0, 1)
+        return None, None, None, rows.T @ torch.stack(ctx.read).flatten(0, 1), rows.sum(0) if ctx.has_bias else None
 
 
 def _step(kind: RecurrentKind, projected: Tensor, recurrent: Tensor, states: Sequence[Tensor]) -> Any:
