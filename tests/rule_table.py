@@ -27,7 +27,12 @@ cut it allows, over 2 to 4 ranks, forward and backward, against the undivided ca
 - A label after `sum` is summed over: if it is cut, every rank has a result of full shape, and they add up to the result. Operands
   after `add` (by number, from 0) are added to such a sum, and so are given to it as parts of a sum, too.
 - `linear 0+2 1+2` says that the result is a sum wherever those operands are, by itself and without being asked to be.
-- *together* names an axis over which the ranks talk inside the operator, and all have the whole result.
+- *together* names an axis over which the ranks talk inside the operator: all have the whole result then, or (in parts) each its part of it.
+- `{b h}` is an operand that may have a cut axis in its other dims, too, and is then needed whole: the state of a recurrent cell, every rank computing
+  some of its hidden units.
+
+Where the rows and columns of one matrix turn out to be the same axis (x + W x, a state that W makes anew), the columns are made an axis of their
+own, and the matrix is divided by its rows: every rank needs all of x for that.
 
 An operator without a rule is computed by every rank, from all of its operands.
 
@@ -60,7 +65,8 @@ def table() -> str:
         factors = _example(name)
         text, *_clauses = shown(factors).split("; ")
         summed = " ".join(sorted(factors.sums))
-        rows.setdefault((text, summed, " ".join(sorted(factors.joins))), []).append(name)
+        together = " ".join([*sorted(factors.joins), *(f"{label} (in parts)" for label in sorted(factors.talks))])
+        rows.setdefault((text, summed, together), []).append(name)
     lines = [f"| {', '.join(f'`{name}`' for name in names)} | `{text}` | {summed} | {together} |" for (text, summed, together), names in rows.items()]
     return HEADER + "\n".join(lines) + "\n"
 

@@ -130,9 +130,9 @@ def labels_of(shape: Sequence[int]) -> tuple[list[Term], dict[str, int]]:
 
 def shown(factors: Factors) -> str:
     """A factor map as text."""
-    text = (
-        f"{', '.join(_shown_dims(dims, factors) for dims in factors.operands)} -> {', '.join(_shown_dims(dims, factors) for dims in factors.outputs)}"
-    )
+    given = [_shown_dims(dims, factors) for dims in factors.operands]
+    given = [f"{{{dims}}}" if place in factors.entire else dims for place, dims in enumerate(given)]
+    text = f"{', '.join(given)} -> {', '.join(_shown_dims(dims, factors) for dims in factors.outputs)}"
     text += f"; sum {' '.join(sorted(factors.sums))}" if factors.sums else ""
     return text + (f"; add {' '.join(map(str, sorted(factors.added)))}" if factors.added else "")
 
