@@ -34,7 +34,7 @@ class BagsOfPart:
         return self._bags(weight, index, offsets, weights), *self._told(weight, index, offsets, weights)
 
     def __str__(self) -> str:
-        return "embedding_bag of a part of the rows"
+        return f"embedding_bag of rows from {self.start} of {self.num_rows}"
 
     def _bags(self, weight: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         if not weight.shape[0]:

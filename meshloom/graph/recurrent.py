@@ -81,7 +81,7 @@ class RecurrentOfPart:
                 yield from (found for _ in range(times))
 
     def __str__(self) -> str:
-        return f"{self.kind} by hidden units"
+        return f"{self.kind} by hidden units {self.held}"
 
     @property
     def _num_ways(self) -> int:
