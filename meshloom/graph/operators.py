@@ -56,8 +56,9 @@ def grouped_product_of_part(product: Callable[..., Tensor], x: Tensor, w: Tensor
     """
     step = 16 // x.element_size()
     inner, outer = -x.shape[-1] % step or step * (not x.shape[-1]), -w.shape[-1] % step or step * (not w.shape[-1])
-    made = product(pad(x, (0, inner)), pad(w, (0, outer, 0, inner)), ends)
-    return made[..., : w.shape[-1]] if outer else made
+    if not inner and not outer:
+        return product(x, w, ends)
+    return product(pad(x, (0, inner)), pad(w, (0, outer, 0, inner)), ends)[..., : w.shape[-1]]
 
 
 def embedding_of_part(weight: Tensor, index: Tensor, start: int, padding: int) -> Tensor:
