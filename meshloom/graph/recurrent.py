@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from meshloom.comm.group import Group
 from meshloom.graph.calls import keyed
 from meshloom.graph.collectives import Transition
+from meshloom.graph.draws import seed_of_draw
 from meshloom.graph.payload import Collective, elements_of_change
 from meshloom.graph.pieces import Pieces, Runs, take, whole
 from meshloom.random import seed_torch
@@ -50,6 +51,7 @@ class RecurrentOfPart:
     """`aten.lstm`, `gru`, `rnn_tanh` or `rnn_relu` where every rank computes some hidden units of all layers.
 
     held: rank -> its units, of `num_hidden`. dropout: rate between layers; every rank draws the same for all units.
+    num_draws: draws that are counted for all of it; a kernel for the whole may have others.
     """
 
     kind: RecurrentKind
@@ -58,16 +60,17 @@ class RecurrentOfPart:
     num_layers: int
     has_biases: bool
     dropout: float
+    num_draws: int
     both_ways: bool
     batch_first: bool
 
     def run(self, group: Group, x: Tensor, states: Any, weights: Sequence[Tensor]) -> Any:
         """On this rank: x [t, b, i] whole; states and weights the part of its units -> outputs [t, b, directions part], last states."""
-        return self._run([x], [states], [weights], lambda change, values: [change.run(group, values[0])])[0]
+        return self._counted([x], [states], [weights], lambda change, values: [change.run(group, values[0])])[0]
 
     def run_all(self, xs: Sequence[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]]) -> list[Any]:
         """On all ranks at once."""
-        return self._run(list(xs), states, weights, lambda change, values: change.run_all(values))
+        return self._counted(list(xs), states, weights, lambda change, values: change.run_all(values))
 
     def sent(self, shape: Sequence[int], rank: int, *, backward: bool, states_graded: bool) -> Iterator[tuple[Collective, int]]:
         """The collectives that `rank` starts, with the elements it hands in. shape: of x. states_graded: whether the first states have gradients."""
@@ -99,6 +102,13 @@ class RecurrentOfPart:
 
     def _layer_change(self, length: int, batch: int) -> Transition:
         return self._gathering((length, batch, self._num_ways, self.num_hidden))
+
+    def _counted(self, xs: list[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]], gather: _Gather) -> list[Any]:
+        before = torch.default_generator.initial_seed()
+        results = self._run(xs, states, weights, gather)
+        if self.num_draws:
+            seed_torch(seed_of_draw(before, self.num_draws))
+        return results
 
     def _run(self, xs: list[Tensor], states: Sequence[Any], weights: Sequence[Sequence[Tensor]], gather: _Gather) -> list[Any]:
         """xs, states, weights: one per rank that is computed here."""
