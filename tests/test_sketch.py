@@ -112,7 +112,7 @@ def test_a_wrong_gradient_of_a_large_parameter_is_found_and_nothing_is_left_behi
     wrong = False
 
     class Layer(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
             return F.linear(input, Scaled.apply(self.weight) if wrong else self.weight, self.bias)  # pyright: ignore[reportArgumentType]
 
     model: Any = nn.Sequential(nn.Linear(90, 301), nn.BatchNorm1d(301), Layer(301, 303))
