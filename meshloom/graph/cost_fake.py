@@ -16,13 +16,12 @@ from meshloom.graph.contexts import Entered
 from meshloom.graph.nodes import Meta, Node, Ref, refs_in
 from meshloom.graph.on_cpu import AsOnCPU
 from meshloom.graph.program import Program
-from meshloom.graph.readable import aligned_without_values
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have no values; gradients are recorded."""
-    with torch.enable_grad(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False), AsOnCPU(), aligned_without_values():
+    with torch.enable_grad(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False), AsOnCPU():
         yield
 
 
