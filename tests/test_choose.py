@@ -157,9 +157,7 @@ def test_no_combination_is_cheaper(name: str):
         assert found == pytest.approx(least_of_all(problem), rel=1e-9)  # sums in another order
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "convolutions", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "resnet", "clip"))]
-)
+@pytest.mark.parametrize("name", ["gpt", "convolutions", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "resnet", "clip"))])
 def test_an_integer_program_finds_nothing_cheaper(name: str):
     """Another formulation, another solver: for programs that are too large to try all combinations."""
     if name in FAMILIES:
