@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 
-from meshloom.cluster import Link, load, save
+from meshloom.cluster import Link, load, machine_file, save
 from meshloom.errors import JobError, PlanError
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
@@ -23,7 +23,7 @@ from meshloom.jobfile import check_target, load_job
 from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan
-from meshloom.planner.calibrate import machine_file, machine_of, measure_operators
+from meshloom.planner.calibrate import machine_of, measure_operators
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.links import measure_links
@@ -156,6 +156,9 @@ def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     per_replica = f"{plan.dp} replica{'s' if plan.dp > 1 else ''} x {plan.microbatches} chunk{'s' if plan.microbatches > 1 else ''}"
     start = f", from step {trainer.next_step}" if trainer.next_step else ""
     terminal.start(f"{name}, {parameters:,} parameters; batches of {job.batch_size} samples over {per_replica}; {trainer.steps} steps{start}")
+    division = trainer.replicas[0].division
+    if division is not None and division.rates is not None:
+        terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
     records.write(
         "start", plan=str(plan), devices=trainer.world.kind, why=trainer.world.why, model=name, parameters=parameters,
         batch_size=job.batch_size, steps=trainer.steps, step=trainer.next_step,
@@ -210,7 +213,7 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
         records.write(**record)
     plan = Plan.parse(arguments.plan) if arguments.plan else Plan()
     if plan.tp > 1:
-        account = divided(job, plan, batch_size=arguments.batch)
+        account = divided(job, plan, batch_size=arguments.batch, machine=load(Path(arguments.machine)) if arguments.machine else None)
         print(f"\n{text_of(account)}", file=stream)
         records.write("division", plan=str(plan), **asdict(account))
     return 0
