@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,18 @@ def test_a_plan_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         "reduce_scatter",
         "all_to_all",
     }
+
+
+def test_a_limit_on_memory_is_kept_or_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """The smallest that a rank can hold is named, and holding that is then possible; nothing is a little less."""
+    file = tmp_path / "job.py"
+    file.write_text("from tests.jobs import make_job\n\njob = make_job('gpt', 'adamw')\n")
+    words = ["describe", str(file), "--plan", "tp=2", "--memory"]
+    assert main([*words, "1KiB"]) == 2
+    refused = capsys.readouterr().err
+    found = re.search(
+        r"With tp=2 a rank holds (\d+\.\d) KiB or more of parameters, .*, and the limit is 1\.0 KiB\. Use a larger tp, or smaller microb", refused
+    )
+    assert found is not None, refused
+    assert main([*words, f"{float(found[1]) * 0.97}KiB"]) == 2
+    assert main([*words, f"{float(found[1]) * 1.03}KiB"]) == 0

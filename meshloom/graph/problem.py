@@ -77,8 +77,8 @@ class Problem:
                 found = cheapest_within(own, self.changes, own_bytes, self.change_bytes, memory_bytes)
             except LimitError as error:
                 raise PlanError(
-                    f"With tp={self.num_ranks} a rank holds {_mb(error.least)} or more of parameters, gradients, optimizer state and kept activations, "
-                    f"and the limit is {_mb(memory_bytes)}. Use a larger tp, or smaller microbatches."
+                    f"With tp={self.num_ranks} a rank holds {_shown(error.least)} or more of parameters, gradients, optimizer state and kept activations, "
+                    f"and the limit is {_shown(memory_bytes)}. Use a larger tp, or smaller microbatches."
                 ) from None
         if found is None:
             raise PlanError(f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}")
@@ -312,5 +312,6 @@ def _counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, 
     return found
 
 
-def _mb(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+def _shown(num_bytes: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("GiB", 2**30), ("MiB", 2**20)) if num_bytes >= size), ("KiB", 2**10))
+    return f"{num_bytes / size:.1f} {unit}"

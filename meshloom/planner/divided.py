@@ -28,5 +28,5 @@ def divided(job: Job, plan: Plan, *, batch_size: int | None = None, machine: Mac
     priced = costs(program)
     layout = layout_of(program, rules_with(job.rules))
     rates = rates_of(machine, plan.tp) if machine is not None and machine.device == program.device.type else rates_for(layout, plan.tp)
-    choice = choose(layout, plan.tp, rates, placements=plan.tp_placements, priced=priced)
+    choice = choose(layout, plan.tp, rates, placements=plan.tp_placements, memory_bytes=plan.memory_bytes or None, priced=priced)
     return account_of(partition(choice), priced, num_chunks=plan.microbatches, placements=plan.tp_placements, rates=rates.source)
