@@ -67,6 +67,7 @@ def least_of_all(problem: Problem) -> float:
     layout = problem.layout
     program = layout.program
     parameters = {each.value for each in program.parameters.values()}
+    priced = costs(program)
     graded = {value for value, (meta, *_) in layout.metas.items() if meta.requires_grad}
     best = float("inf")
     names = [*problem.options, *problem.strategies]
@@ -96,6 +97,7 @@ def least_of_all(problem: Problem) -> float:
                 held(problem, value, placement),
                 problem.rates,
                 regathered=again,
+                behind_seconds=sum(priced[node.name].flops for node in users) / problem.num_ranks / problem.rates.flops_per_second if again else 0.0,
             )
             total = float("inf") if seconds is None else total + seconds
             if total >= best:
@@ -180,7 +182,8 @@ def test_blocks_that_share_unknowns_cost_what_they_cost_alone(small: Layout, mon
     monkeypatch.setattr(meshloom.graph.problem, "repeats_of", lambda *_: Repeats())
     alone = Problem(small, 2, rates=rates, costs=priced)
     assert len(alone.cost) > 1.8 * len(shared.cost)
-    assert shared.solve()[1] == pytest.approx(alone.solve()[1], rel=3e-3)  # the last block's surroundings are not the others'
+    one, other = shared.solve()[1], alone.solve()[1]
+    assert other <= one * (1 + 1e-9) and one <= 1.01 * other  # alone, the first and the last block suit what is around them
 
 
 def test_a_choice_travels_as_numbers(small: Layout):

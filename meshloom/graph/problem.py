@@ -218,10 +218,16 @@ class Problem:
         self.change_bytes.append(np.array([[kept.get((source, target), 0.0) for target in targets] for source in made_in]))
 
     def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
-        regathered = target == REPLICATED and self._feeds_linears(value)
+        gathered = target == REPLICATED and self._feeds_linears(value)
         return change_seconds(
-            self.layout.metas[value][0], source, target, self._pieces(value, source), self._pieces(value, target), self.rates, regathered=regathered
-        )
+            self.layout.metas[value][0], source, target, self._pieces(value, source), self._pieces(value, target), self.rates,
+            regathered=gathered, behind_seconds=self._weights_seconds(value) if gathered else 0.0,
+        )  # fmt: skip
+
+    def _weights_seconds(self, value: str) -> float:
+        """Seconds of the weights' gradients of the linear layers that use a value, divided over the ranks: its own gradient is summed meanwhile."""
+        costs = self.costs or {}
+        return sum(costs[node.name].flops for node in self._users[value]) / self.num_ranks / self.rates.flops_per_second
 
     def _feeds_linears(self, value: str) -> bool:
         """Whether all that use a value are linear layers, which gather it again in the backward and do not keep it."""
