@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-LARGEST = 2**22  # entries of a joined table: 32 MiB
+LARGEST = 2**24  # entries of a joined table: 128 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
