@@ -112,7 +112,7 @@ class Problem:
         buffers = {each.value: name for name, each in program.buffers.items()}
         self._names = parameters | buffers
         self._weighed = set(self._names)  # what has to do with parameters: nothing else is worth dividing
-        in_place = {program.buffers[name].value for name in program.in_place}
+        self._in_place = in_place = {program.buffers[name].value for name in program.in_place}
         fixed = {*buffers, *(each.value for each in program.inputs), *program.constants}
         self.options: dict[str, list[tuple[Placement, int]]] = {}
         for value in dict.fromkeys([*parameters, *sorted(fixed)]):
@@ -206,13 +206,13 @@ class Problem:
 
     def _change(self, value: str, placement: Placement, users: Mapping[str, Mapping[int, None]], *, stays: bool) -> None:
         """Unknowns z: `value` is changed to `placement` from what it is made in. Their sum is 1 if anyone wants it so."""
-        meta, many = self.layout.metas[value][0], len(self.layout.metas[value]) != 1
+        many = len(self.layout.metas[value]) != 1
         changes: list[tuple[Placement, int]] = []
         self._changes[value, placement] = changes
         for source, unknowns in self._made[value].items():
             cost: float | None = 0.0
             if source != placement:
-                if many or (stays and isinstance(source, Part) and source.cut is not None) or (stays and not meta.requires_grad):
+                if many or value in self._in_place or (stays and isinstance(source, Part) and source.cut is not None):
                     continue  # parameters are not sent around, and what is updated in place is not copied
                 cost = self._seconds(value, source, placement)
                 if cost is None:
