@@ -147,40 +147,39 @@ class _CrossEntropy(torch.autograd.Function):
         low = torch.finfo(logits[0].dtype).min
         top = largest([each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], low) for each in logits])
         kept = target != part.ignored
-        shifted = [each - top[:, None] for each in logits]
+        exponentials: list[Tensor] = []
         sums: list[Tensor] = []
         places: list[tuple[Tensor, Tensor]] = []
-        for number, (rank, each) in enumerate(zip(ranks, shifted, strict=True)):
+        for number, (rank, each) in enumerate(zip(ranks, logits, strict=True)):
+            shifted = each - top[:, None]
             local = target - part.starts[rank]
             here = (local >= 0) & (local < each.shape[1]) & kept
             local = torch.where(here, local, 0)
             places.append((here, local))
-            found = each.gather(1, local[:, None])[:, 0] if each.shape[1] else each.new_zeros(each.shape[0])
-            rows = [each.exp().sum(1), torch.where(here, found, 0.0)]
+            found = shifted.gather(1, local[:, None])[:, 0] if each.shape[1] else each.new_zeros(each.shape[0])
+            rows = [torch.where(here, found, 0.0)]
             if weights is None:
-                rows += [each.sum(1)] if part.smoothing else []
+                rows += [shifted.sum(1)] if part.smoothing else []
             else:
                 weight = weights[number]
                 rows.append(torch.where(here, weight[local], 0.0) if each.shape[1] else each.new_zeros(each.shape[0]))
-                rows += [each @ weight, weight.sum().expand(each.shape[0])] if part.smoothing else []
-            sums.append(torch.stack(rows))
+                rows += [shifted @ weight, weight.sum().expand(each.shape[0])] if part.smoothing else []
+            exponentials.append(shifted.exp_())
+            sums.append(torch.stack([exponentials[-1].sum(1), *rows]))
         everyone = total(sums)
-        exponentials, hits = everyone[0], everyone[1]
-        log_sum = exponentials.log()
-        losses = log_sum - hits
-        weight_of_rows, weight_of_classes = None, part.num_classes
-        if weights is not None:
-            weight_of_rows = everyone[2].clone()
+        log_sum = everyone[0].log()
+        weight_of_rows = None if weights is None else everyone[2].clone()
+        losses = log_sum - everyone[1]
+        if weight_of_rows is not None:
             losses = weight_of_rows * losses
+        weight_of_classes: Any = part.num_classes if weights is None else everyone[-1]
         if part.smoothing:
-            logit_of_classes = everyone[2] if weights is None else everyone[3]
-            weight_of_classes = weight_of_classes if weights is None else everyone[4][:, None].clone()
-            all_classes = log_sum * (part.num_classes if weights is None else everyone[4]) - logit_of_classes
-            losses = (1 - part.smoothing) * losses + part.smoothing / part.num_classes * all_classes
+            every_class = log_sum * weight_of_classes - (everyone[2] if weights is None else everyone[3])
+            losses = (1 - part.smoothing) * losses + part.smoothing / part.num_classes * every_class
         losses = torch.where(kept, losses, 0.0)
-        ctx.part, ctx.places, ctx.kept = part, places, kept
-        ctx.weights, ctx.weight_of_rows, ctx.weight_of_classes = weights, weight_of_rows, weight_of_classes
-        ctx.save_for_backward(*[(each - log_sum[:, None]).exp() for each in shifted])
+        ctx.part, ctx.places, ctx.kept, ctx.weights = part, places, kept, weights
+        ctx.weight_of_rows, ctx.weight_of_classes, ctx.sum = weight_of_rows, weight_of_classes, everyone[0]
+        ctx.save_for_backward(*exponentials)
         if weight_of_rows is not None:
             ctx.mark_non_differentiable(weight_of_rows)
         return weight_of_rows, *(losses.clone() for _ in ranks)
@@ -190,15 +189,16 @@ class _CrossEntropy(torch.autograd.Function):
         part: CrossEntropyOfPart = ctx.part
         smoothing = part.smoothing / part.num_classes
         results: list[Tensor] = []
-        for number, (gradient, probabilities, (here, local)) in enumerate(zip(gradients, ctx.saved_tensors, ctx.places, strict=True)):
-            hit = here.to(probabilities.dtype) * (part.smoothing - 1.0)  # what the target's class gets
-            if ctx.weights is None:
-                result = probabilities - smoothing if part.smoothing else probabilities.clone()
-            else:
-                hit = hit * ctx.weight_of_rows
-                result = probabilities * ((1.0 - part.smoothing) * ctx.weight_of_rows[:, None] + smoothing * ctx.weight_of_classes)
-                result = result - smoothing * ctx.weights[number] if part.smoothing else result
+        for number, (gradient, exponentials, (here, local)) in enumerate(zip(gradients, ctx.saved_tensors, ctx.places, strict=True)):
+            arriving = gradient * ctx.kept
+            of_target = arriving * (1.0 - part.smoothing)
+            if ctx.weights is not None:
+                of_target = of_target * ctx.weight_of_rows
+            # Numbers of rows are multiplied first: the logits are large, and are gone through once.
+            result = exponentials * ((of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum)[:, None]
+            if part.smoothing:
+                result -= arriving[:, None] * (smoothing if ctx.weights is None else smoothing * ctx.weights[number])
             if result.shape[1]:
-                result.scatter_add_(1, local[:, None], hit[:, None])
-            results.append(result * (gradient * ctx.kept)[:, None])
+                result.scatter_add_(1, local[:, None], -(here * of_target)[:, None])
+            results.append(result)
         return None, None, None, None, None, None, *results
