@@ -236,10 +236,15 @@ class Problem:
                 self.rows.append(([*changes, *unknowns], [*[1.0] * len(changes), *[-1.0] * len(unknowns)], 0.0, np.inf))
 
     def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
-        regathered = target == REPLICATED and self._feeds_linears(value)
-        return change_seconds(
-            self.layout.metas[value][0], source, target, self._pieces(value, source), self._pieces(value, target), self.rates, regathered=regathered
-        )
+        fused = target == REPLICATED and self._feeds_linears(value)
+        before, after = self._pieces(value, source), self._pieces(value, target)
+        hiding = self._weight_seconds(value) if fused else 0.0
+        return change_seconds(self.layout.metas[value][0], source, target, before, after, self.rates, regathered=fused, hiding_seconds=hiding)
+
+    def _weight_seconds(self, value: str) -> float:
+        """Seconds for which a rank computes gradients of the weights of the linear layers that use a value: half of their backward."""
+        assert self.costs is not None
+        return sum(self.costs[node.name].backward_flops for node in self._users[value]) / 2 / self.num_ranks / self.rates.flops_per_second
 
     def _feeds_linears(self, value: str) -> bool:
         """Whether all that use a value are linear layers, which gather it again in the backward and do not keep it."""
