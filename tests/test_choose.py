@@ -63,7 +63,7 @@ def least_of_all(problem: Problem) -> float:
     layout = problem.layout
     program = layout.program
     parameters = {each.value for each in program.parameters.values()}
-    graded = {value for value, (meta, *_) in layout.metas.items() if meta.requires_grad}
+    priced = costs(program)
     best = float("inf")
     names = [*problem.options, *problem.strategies]
     for row in itertools.product(*problem.options.values(), *problem.strategies.values()):
@@ -79,7 +79,7 @@ def least_of_all(problem: Problem) -> float:
             source = made[value]
             if source == placement:
                 continue
-            if value in parameters and ((isinstance(source, Part) and source.cut is not None) or value not in graded):
+            if value in parameters and isinstance(source, Part) and source.cut is not None:
                 total = float("inf")
                 break
             users = [node for node in program.nodes if any(ref.name == value for ref in node.operands())]
@@ -92,6 +92,8 @@ def least_of_all(problem: Problem) -> float:
                 held(problem, value, placement),
                 problem.rates,
                 regathered=again,
+                # While the sum of the input's gradient travels, every rank computes its part of the weights' gradients.
+                hiding_seconds=sum(priced[node.name].backward_flops for node in users) / 4 / problem.rates.flops_per_second if again else 0.0,
             )
             total = float("inf") if seconds is None else total + seconds
             if total >= best:
