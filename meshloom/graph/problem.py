@@ -108,7 +108,7 @@ class Problem:
         buffers = {each.value: name for name, each in program.buffers.items()}
         self._names = parameters | buffers
         self._weighed = set(self._names)  # what has to do with parameters: nothing else is worth dividing
-        in_place = {program.buffers[name].value for name in program.in_place}
+        self._in_place = in_place = {program.buffers[name].value for name in program.in_place}
         fixed = {*buffers, *(each.value for each in program.inputs), *program.constants}
         self.options: dict[str, list[tuple[Placement, int]]] = {}
         for value in dict.fromkeys([*parameters, *sorted(fixed)]):
@@ -194,7 +194,7 @@ class Problem:
 
     def _change(self, value: str, targets: Sequence[Placement], kept: Mapping[tuple[Placement, Placement], float], *, stays: bool) -> None:
         """`value` is changed from what it is made in to what others want. kept: (from, to) -> bytes that are kept then."""
-        meta, many = self.layout.metas[value][0], len(self.layout.metas[value]) != 1
+        many = len(self.layout.metas[value]) != 1
         sources = {unknown: placement for placement, unknowns in self._made[value].items() for unknown in unknowns}
         made_in = [sources[unknown] for unknown in sorted(sources)]
         seconds: dict[tuple[Placement, Placement], float] = {}
@@ -203,7 +203,7 @@ class Problem:
                 cost: float | None = 0.0
                 if source != target:
                     # Parameters are not sent around, and what is updated in place is not copied.
-                    barred = many or (stays and isinstance(source, Part) and source.cut is not None) or (stays and not meta.requires_grad)
+                    barred = many or value in self._in_place or (stays and isinstance(source, Part) and source.cut is not None)
                     cost = None if barred else self._seconds(value, source, target)
                 seconds[source, target] = np.inf if cost is None else cost * self._count[value]
         wants: dict[int, Any] = {}
@@ -218,10 +218,15 @@ class Problem:
         self.change_bytes.append(np.array([[kept.get((source, target), 0.0) for target in targets] for source in made_in]))
 
     def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
-        regathered = target == REPLICATED and self._feeds_linears(value)
-        return change_seconds(
-            self.layout.metas[value][0], source, target, self._pieces(value, source), self._pieces(value, target), self.rates, regathered=regathered
-        )
+        fused = target == REPLICATED and self._feeds_linears(value)
+        before, after = self._pieces(value, source), self._pieces(value, target)
+        hiding = self._weight_seconds(value) if fused else 0.0
+        return change_seconds(self.layout.metas[value][0], source, target, before, after, self.rates, regathered=fused, hiding_seconds=hiding)
+
+    def _weight_seconds(self, value: str) -> float:
+        """Seconds for which a rank computes gradients of the weights of the linear layers that use a value: half of their backward."""
+        assert self.costs is not None
+        return sum(self.costs[node.name].backward_flops for node in self._users[value]) / 2 / self.num_ranks / self.rates.flops_per_second
 
     def _feeds_linears(self, value: str) -> bool:
         """Whether all that use a value are linear layers, which gather it again in the backward and do not keep it."""
