@@ -1,9 +1,7 @@
-"""The integer program behind a choice: its unknowns, what holds between them, and what each of them costs.
+"""The ways to divide a program, and what each of them costs.
 
-    x[node, strategy], x[variable, placement]    0 or 1, one of each row
-    z[value, from, to]                           1 where a value is changed; at most what makes it `from`, at least what wants it `to`
-
-A change is paid once, however many nodes want it. Blocks that are alike share their unknowns, which then cost as often as they occur.
+Every parameter has one of its placements, every node is computed in one of its ways. A value that is wanted in another placement than it is
+made in is changed, once for all nodes that want it so. Blocks that are alike share their unknowns, which then cost as often as they occur.
 """
 
 from __future__ import annotations
@@ -13,14 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
 
 from meshloom.errors import PlanError
+from meshloom.graph.change import Change
+from meshloom.graph.cheapest import cheapest
 from meshloom.graph.cost import Cost
 from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of
 from meshloom.graph.keeping import HELD_COPIES, kept_operands, kept_within
 from meshloom.graph.layout import Layout
+from meshloom.graph.least import Floats
+from meshloom.graph.limited import LimitError, cheapest_within
 from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.pins import Pins
@@ -31,8 +31,6 @@ from meshloom.graph.repeats import Repeats, repeats_of
 from meshloom.graph.strategies import Strategy, strategies_of
 
 Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
-SECONDS = 10.0  # for the solver; then the best choice found so far is taken, as for tiny models whose every gain is about a collective
-GAP = 1e-3  # how far the choice may be from the best, of what it costs more than the least of every option alone
 
 
 class Problem:
@@ -70,40 +68,38 @@ class Problem:
 
         Raises `PlanError` if there is no way.
         """
-        rows = self.rows
-        if memory_bytes is not None:
-            rows = [*rows, self._memory_row(memory_bytes)]
-        found = self._minimise(self.cost, rows, without=self._hopeless() if memory_bytes is None else ())
-        if found is None and memory_bytes is not None:
-            least = self._minimise([self._memory.get(unknown, 0.0) for unknown in range(len(self.cost))], self.rows)
-            if least is not None:
+        own = [np.array([self.cost[unknown] for unknown in row]) for row in self.choices]
+        if memory_bytes is None:
+            found = cheapest(own, self.changes)
+        else:
+            own_bytes = [np.array([self._memory.get(unknown, 0.0) for unknown in row]) for row in self.choices]
+            try:
+                found = cheapest_within(own, self.changes, own_bytes, self.change_bytes, memory_bytes)
+            except LimitError as error:
                 raise PlanError(
-                    f"With tp={self.num_ranks} a rank holds {_mb(least[1])} or more of parameters, gradients, optimizer state and kept activations, "
+                    f"With tp={self.num_ranks} a rank holds {_mb(error.least)} or more of parameters, gradients, optimizer state and kept activations, "
                     f"and the limit is {_mb(memory_bytes)}. Use a larger tp, or smaller microbatches."
-                )
+                ) from None
         if found is None:
             raise PlanError(f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}")
-        values, cost = found
+        taken = {row[value] for row, value in zip(self.choices, found.values, strict=True)}
         options = (*self.options.values(), *self.strategies.values())
-        return [next(place for place, (_, unknown) in enumerate(row) if values[unknown] > 0.5) for row in options], cost
+        return [next(place for place, (_, unknown) in enumerate(row) if unknown in taken) for row in options], found.total
 
     def _state(self, repeats: Repeats) -> None:
         """Unknowns, and what holds between them."""
         program, layout = self.layout.program, self.layout
-        self.cost: list[float] = []
-        self._savings: dict[Cut, float] = {}  # seconds that a cut could save if talking took no time
-        self._with_cut: dict[Cut, list[int]] = {}  # unknowns
-        self._needed: set[Cut] = set()
+        self.cost: list[float] = []  # of every unknown: seconds, if it is taken
+        self.choices: list[list[int]] = []  # unknowns of which one is taken
         self._memory: dict[int, float] = {}  # unknown -> bytes that a rank holds because of it
-        self._integral: list[int] = []
-        self.rows: list[tuple[list[int], list[float], float, float]] = []
-        self._choices: list[list[int]] = []  # unknowns of which one is 1
         self.repeats = repeats
         self._stands = _counterparts(self.cuts, repeats)
         self._count = Counter(repeats.value(value) for value in layout.values)
         self._made: dict[str, dict[Placement, list[int]]] = {}  # value -> placement it is made in -> unknowns
         self._wanted: dict[tuple[str, Placement], dict[str, dict[int, None]]] = {}  # -> node that wants it -> unknowns
-        self._changes: dict[tuple[str, Placement], list[tuple[Placement, int]]] = {}
+        self._pieces_of: dict[tuple[str, Placement], Pieces] = {}
+        self.changes: list[Change] = []
+        self.change_bytes: list[Floats] = []  # [values of source, targets] of each change: what is kept because of it
         self._users: dict[str, list[Node]] = {}
         for node in program.nodes:
             for ref in dict.fromkeys(node.operands()):
@@ -125,19 +121,20 @@ class Problem:
             self._wanted.setdefault((repeats.value(name), INVARIANT), {})[""] = {}
         if self.costs is None:
             return
-        for (value, placement), users in self._wanted.items():
-            self._change(value, placement, users, stays=value in in_place or value in parameters)
-        self._tighten()
-        self._remember()
+        self._row_of = {unknown: number for number, row in enumerate(self.choices) for unknown in row}
+        targets: dict[str, list[Placement]] = {}
+        for value, placement in self._wanted:
+            targets.setdefault(value, []).append(placement)
+        kept = self._kept()
+        for value, placements in targets.items():
+            self._change(value, placements, kept.get(value, {}), stays=value in in_place or value in parameters)
 
-    def _unknown(self, cost: float, *, integral: bool) -> int:
-        self.cost.append(cost)
-        self._integral.append(int(integral))
-        return len(self.cost) - 1
-
-    def _one_of(self, unknowns: Sequence[int]) -> None:
-        self._choices.append(list(unknowns))
-        self.rows.append((list(unknowns), [1.0] * len(unknowns), 1.0, 1.0))
+    def _one_of(self, costs: Sequence[float]) -> list[int]:
+        """New unknowns of which one is taken."""
+        unknowns = list(range(len(self.cost), len(self.cost) + len(costs)))
+        self.cost += costs
+        self.choices.append(unknowns)
+        return unknowns
 
     def _variable(self, value: str, *, free: bool) -> list[tuple[Placement, int]]:
         axes, meta = self.layout.values[value][0], self.layout.metas[value][0]
@@ -166,14 +163,8 @@ class Problem:
         if counterpart != value:
             found = self._as_for(self.options.get(counterpart), [(each, self._stand(each), cost) for each, cost in zip(options, costs, strict=True)])
         else:
-            found = [(each, self._unknown(cost, integral=True)) for each, cost in zip(options, costs, strict=True)]
-            self._one_of([unknown for _, unknown in found])
+            found = list(zip(options, self._one_of(costs), strict=True))
             self._made[value] = {placement: [unknown] for placement, unknown in found}
-        for (placement, unknown), cost in zip(found, costs, strict=True):
-            if isinstance(placement, Part) and placement.cut is not None:
-                self._saves(placement.cut, unknown, costs[0] - cost)
-                if fixed is not None or value in self.pins.of_value:
-                    self._needed.add(self._stands[placement.cut])
         if value in self._names:
             for (_, unknown), size in zip(found, sizes, strict=True):
                 self._holds(unknown, size * (HELD_COPIES if meta.requires_grad else 1))
@@ -189,14 +180,11 @@ class Problem:
         if owner != node.name:
             found = self._as_for(self.strategies.get(owner), [(each, self._counterpart(each), seconds * each.work) for each in ways])
         else:
-            found = [(each, self._unknown(seconds * each.work, integral=True)) for each in ways]
-            self._one_of([unknown for _, unknown in found])
+            found = list(zip(ways, self._one_of([seconds * each.work for each in ways]), strict=True))
             self._made[node.name] = {}
             for strategy, unknown in found:
                 self._made[node.name].setdefault(strategy.output, []).append(unknown)
         for strategy, unknown in found:
-            if strategy.cut is not None:
-                self._saves(strategy.cut, unknown, seconds * (1 - strategy.work))
             for ref, placement in zip(node.operands(), strategy.operands, strict=True):
                 users = self._wanted.setdefault((self.repeats.value(ref.name), self._stand(placement)), {})
                 users.setdefault(owner, {})[unknown] = None
@@ -204,36 +192,30 @@ class Problem:
                 self._holds(unknown, self._kept_inside[node.name] * (strategy.work if strategy.cut else 1.0))
         return found
 
-    def _change(self, value: str, placement: Placement, users: Mapping[str, Mapping[int, None]], *, stays: bool) -> None:
-        """Unknowns z: `value` is changed to `placement` from what it is made in. Their sum is 1 if anyone wants it so."""
+    def _change(self, value: str, targets: Sequence[Placement], kept: Mapping[tuple[Placement, Placement], float], *, stays: bool) -> None:
+        """`value` is changed from what it is made in to what others want. kept: (from, to) -> bytes that are kept then."""
         many = len(self.layout.metas[value]) != 1
-        changes: list[tuple[Placement, int]] = []
-        self._changes[value, placement] = changes
-        for source, unknowns in self._made[value].items():
-            cost: float | None = 0.0
-            if source != placement:
-                if many or value in self._in_place or (stays and isinstance(source, Part) and source.cut is not None):
-                    continue  # parameters are not sent around, and what is updated in place is not copied
-                cost = self._seconds(value, source, placement)
-                if cost is None:
-                    continue
-            change = self._unknown(cost * self._count[value], integral=False)
-            changes.append((source, change))
-            self.rows.append(([change, *unknowns], [1.0, *[-1.0] * len(unknowns)], -np.inf, 0.0))
-        for wanting in users.values():  # of a node's unknowns one is 1
-            unknowns = [change for _, change in changes]
-            self.rows.append(([*unknowns, *wanting], [*[1.0] * len(unknowns), *[-1.0] * len(wanting)], 0.0 if wanting else 1.0, np.inf))
-
-    def _tighten(self) -> None:
-        """Whatever a value is made in, each node that uses it wants it as something. It follows from the rest, for whole numbers; solvers work with fractions."""
-        wanted: dict[tuple[str, str], list[Placement]] = {}  # value, node that uses it -> placements it may want
-        for (value, placement), users in self._wanted.items():
-            for user in users:
-                wanted.setdefault((value, user), []).append(placement)
-        for (value, _), placements in wanted.items():
-            for source, unknowns in self._made[value].items():
-                changes = [change for each in placements for start, change in self._changes[value, each] if start == source]
-                self.rows.append(([*changes, *unknowns], [*[1.0] * len(changes), *[-1.0] * len(unknowns)], 0.0, np.inf))
+        sources = {unknown: placement for placement, unknowns in self._made[value].items() for unknown in unknowns}
+        made_in = [sources[unknown] for unknown in sorted(sources)]
+        seconds: dict[tuple[Placement, Placement], float] = {}
+        for source in self._made[value]:
+            for target in targets:
+                cost: float | None = 0.0
+                if source != target:
+                    # Parameters are not sent around, and what is updated in place is not copied.
+                    barred = many or value in self._in_place or (stays and isinstance(source, Part) and source.cut is not None)
+                    cost = None if barred else self._seconds(value, source, target)
+                seconds[source, target] = np.inf if cost is None else cost * self._count[value]
+        wants: dict[int, Any] = {}
+        for place, target in enumerate(targets):
+            for unknowns in self._wanted[value, target].values():
+                for unknown in unknowns:
+                    row = self._row_of[unknown]
+                    wants.setdefault(row, np.zeros((len(self.choices[row]), len(targets)), dtype=bool))[unknown - self.choices[row][0], place] = True
+        always = np.array([any(not unknowns for unknowns in self._wanted[value, target].values()) for target in targets])
+        costs = np.array([[seconds[source, target] for target in targets] for source in made_in])
+        self.changes.append(Change(source=self._row_of[min(sources)], costs=costs, wants=wants, always=always))
+        self.change_bytes.append(np.array([[kept.get((source, target), 0.0) for target in targets] for source in made_in]))
 
     def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
         fused = target == REPLICATED and self._feeds_linears(value)
@@ -251,16 +233,19 @@ class Problem:
         users = self._users.get(value, [])
         return bool(users) and all(node.operator == "linear" and not node.context.autocast and next(node.operands()).name == value for node in users)
 
-    def _remember(self) -> None:
-        """What autograd keeps of values, in the placements in which those who keep them want them."""
+    def _kept(self) -> dict[str, dict[tuple[Placement, Placement], float]]:
+        """Value -> (from, to) -> bytes that autograd keeps of it, in the placement in which those who keep it want it."""
+        found: dict[str, dict[tuple[Placement, Placement], float]] = {}
         for value, (size, keepers) in self._kept_at.items():
             stood = self.repeats.value(value)
-            wanted = dict.fromkeys(self._stand(placement) for node in keepers for placement in self._ways(node, value))
+            sums = found.setdefault(stood, {})
             regathered = self._feeds_linears(value)
-            for placement in wanted:
-                for source, change in self._changes.get((stood, placement), []):
+            for placement in dict.fromkeys(self._stand(placement) for node in keepers for placement in self._ways(node, value)):
+                for source in self._made[stood]:
                     kept = source if regathered and placement == REPLICATED else placement
-                    self._holds(change, size * self._largest(stood, kept) / max(self._largest(stood, INVARIANT), 1))
+                    share = self._largest(stood, kept) / max(self._largest(stood, INVARIANT), 1)
+                    sums[source, placement] = sums.get((source, placement), 0.0) + size * share
+        return found
 
     def _ways(self, node: Node, value: str) -> list[Placement]:
         """The placements in which a node may want an operand."""
@@ -288,7 +273,12 @@ class Problem:
         return Strategy(operands=tuple(map(self._stand, strategy.operands)), output=self._stand(strategy.output), work=strategy.work, cut=cut)
 
     def _pieces(self, value: str, placement: Placement) -> Pieces:
-        return pieces_of(self.layout.values[value][0], placement.cut if isinstance(placement, Part) else None, self.numbers, self.num_ranks)
+        """Who holds what of a value."""
+        key = value, placement
+        if key not in self._pieces_of:
+            cut = placement.cut if isinstance(placement, Part) else None
+            self._pieces_of[key] = pieces_of(self.layout.values[value][0], cut, self.numbers, self.num_ranks)
+        return self._pieces_of[key]
 
     def _largest(self, value: str, placement: Placement) -> float:
         """Bytes of a value on the rank that holds most of it."""
@@ -307,52 +297,8 @@ class Problem:
             seconds += everything - nothing  # it travels with all others
         return seconds
 
-    def _saves(self, cut: Cut, unknown: int, seconds: float) -> None:
-        stood = self._stands[cut]
-        self._savings[stood] = self._savings.get(stood, 0.0) + max(seconds, 0.0)
-        self._with_cut.setdefault(stood, []).append(unknown)
-
-    def _hopeless(self) -> list[int]:
-        """Unknowns of cuts that could not even save the time of one collective, which the shortest use of a cut takes to begin or to end."""
-        least = self.rates.collective_seconds("all_gather", 0.0, self.num_ranks)
-        return [
-            unknown
-            for cut, unknowns in self._with_cut.items()
-            if self._savings[cut] < least and cut not in self._needed
-            for unknown in unknowns
-        ]  # fmt: skip
-
     def _holds(self, unknown: int, num_bytes: float) -> None:
         self._memory[unknown] = self._memory.get(unknown, 0.0) + num_bytes
-
-    def _memory_row(self, limit: float) -> tuple[list[int], list[float], float, float]:
-        scale = max(self._memory.values(), default=1.0) or 1.0  # numbers near 1 are what the solver is made for
-        return list(self._memory), [size / scale for size in self._memory.values()], -np.inf, limit / scale
-
-    def _minimise(
-        self, weights: Sequence[float], rows: Sequence[tuple[list[int], list[float], float, float]], *, without: Sequence[int] = ()
-    ) -> tuple[Any, float] | None:
-        """Values of the unknowns, and their cost; None: there are none. without: unknowns that are to be 0."""
-        factors = [factor for _, each, _, _ in rows for factor in each]
-        row_of = [number for number, (unknowns, _, _, _) in enumerate(rows) for _ in unknowns]
-        columns = [unknown for unknowns, _, _, _ in rows for unknown in unknowns]
-        matrix = coo_matrix((factors, (row_of, columns)), shape=(len(rows), len(self.cost))).tocsr()
-        limits = LinearConstraint(matrix, [low for _, _, low, _ in rows], [high for _, _, _, high in rows])  # type: ignore[arg-type]
-        # Of each row of options one is taken, so the least of them is paid anyway: without it the solver's gap is one in what can be saved.
-        excess = np.array(weights)
-        for row in self._choices:
-            excess[row] -= excess[row].min()
-        scale = max(excess.max(), 1e-30)
-        most = np.ones(len(self.cost))
-        most[list(without)] = 0.0
-        result: Any = milp(
-            excess / scale,
-            constraints=limits,
-            integrality=np.array(self._integral),
-            bounds=Bounds(np.zeros(len(most)), most),  # type: ignore[arg-type]
-            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
-        )
-        return None if result.x is None else (result.x, float(np.dot(weights, result.x)))
 
 
 class _UnlikeError(Exception):

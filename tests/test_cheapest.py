@@ -1,0 +1,130 @@
+"""The cheapest combination: against all of them, against an integer program, and under a limit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+import meshloom.graph.cheapest
+import meshloom.graph.least
+from meshloom.graph.change import Change
+from meshloom.graph.cheapest import Found, cheapest
+from meshloom.graph.integers import cheapest_integers
+from meshloom.graph.least import Floats, Table, least_sum
+from meshloom.graph.limited import LimitError, cheapest_within
+
+Words = tuple[list[Floats], list[Change], list[Floats], list[Floats]]
+
+
+def drawn(seed: int, *, unknowns: int, users: int, barred: float = 0.1) -> Words:
+    """A random problem: options, changes, and bytes of both. An unknown may want what it makes itself."""
+    draw = random.Random(seed)
+    numbers: Callable[[], float] = lambda: math.inf if draw.random() < barred else draw.choice([0.0, draw.uniform(0, 9)])  # noqa: E731
+    sizes = [draw.randint(1, 4) for _ in range(unknowns)]
+    own = [np.array([0.0 if value == 0 else numbers() for value in range(size)]) for size in sizes]
+    changes: list[Change] = []
+    for source in range(unknowns):
+        targets = draw.randint(1, 4)
+        costs = np.array([[numbers() if value else draw.uniform(0, 9) for _ in range(targets)] for value in range(sizes[source])])
+        wants = {user: np.zeros((sizes[user], targets), dtype=bool) for user in draw.sample(range(unknowns), draw.randint(1, users))}
+        for each in wants.values():
+            for row in each:
+                row[draw.randrange(targets)] = draw.random() < 0.9
+        changes.append(Change(source=source, costs=costs, wants=wants, always=np.array([draw.random() < 0.05 for _ in range(targets)])))
+    own_bytes = [np.array([draw.uniform(0, 5) for _ in each]) for each in own]
+    return own, changes, own_bytes, [np.array([[draw.uniform(0, 5) for _ in row] for row in each.costs]) for each in changes]
+
+
+def naive(values: Sequence[int], own: Sequence[Floats], changes: Sequence[Change], tables: Sequence[Floats]) -> float:
+    """What a combination costs, in the words of the definition."""
+    total = sum(float(each[value]) for each, value in zip(own, values, strict=True))
+    for change, table in zip(changes, tables, strict=True):
+        for target in range(table.shape[1]):
+            if change.always[target] or any(wants[values[user], target] for user, wants in change.wants.items()):
+                total += float(table[values[change.source], target])
+    return total
+
+
+def all_of(words: Words) -> list[tuple[tuple[int, ...], float, float]]:
+    """Every combination: values, cost, bytes."""
+    own, changes, own_bytes, change_bytes = words
+    rows = itertools.product(*(range(len(each)) for each in own))
+    return [(row, naive(row, own, changes, [each.costs for each in changes]), naive(row, own_bytes, changes, change_bytes)) for row in rows]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_combination_is_cheaper(seed: int):
+    words = drawn(seed, unknowns=6, users=3)
+    every = all_of(words)
+    found = cheapest(*words[:2])
+    assert found is not None and found.total == pytest.approx(min(cost for _, cost, _ in every), rel=1e-12)  # sums in another order
+    assert naive(found.values, *words[:2], [each.costs for each in words[1]]) == pytest.approx(found.total, rel=1e-12)
+    for unknown, bounds in enumerate(found.with_each):
+        for value, bound in enumerate(bounds):
+            least = min(cost for row, cost, _ in every if row[unknown] == value)
+            assert bound == pytest.approx(least, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("largest", [2**6, 2**11])
+def test_what_is_too_large_for_one_table_is_done_by_shares(seed: int, largest: int, monkeypatch: pytest.MonkeyPatch):
+    """Small tables stand for the large ones that a change with many users would take; with 2^6 entries, some take the integer program."""
+    words = drawn(seed, unknowns=9, users=6, barred=0.0)
+    exact = cheapest(*words[:2])
+    monkeypatch.setattr(meshloom.graph.least, "LARGEST", largest)
+    monkeypatch.setattr(meshloom.graph.cheapest, "TOGETHER", 2**4)
+    found = cheapest(*words[:2])
+    assert exact is not None and found is not None
+    assert exact.total * (1 - 1e-12) <= found.total <= exact.total * 1.02  # the bound is not always met
+    assert found.bound <= exact.total * (1 + 1e-12)
+    for bounds, least in zip(found.with_each, exact.with_each, strict=True):
+        assert bool((bounds <= least + 1e-9).all())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_integer_program_finds_the_same(seed: int):
+    words = drawn(seed, unknowns=12, users=4)
+    found, other = cheapest(*words[:2]), cheapest_integers(*words[:2])
+    assert found is not None and other is not None
+    assert found.total <= other[1] * (1 + 1e-9) and other[1] <= found.total * 1.002  # the solver's gap
+    assert naive(other[0], *words[:2], [each.costs for each in words[1]]) == pytest.approx(other[1], rel=1e-6)  # the solver's tolerance
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_limit_is_kept_at_the_least_cost(seed: int):
+    words = drawn(seed, unknowns=6, users=3)
+    every = [each for each in all_of(words) if math.isfinite(each[1])]
+    smallest, largest = (extreme(size for _, _, size in every) for extreme in (min, max))
+    for share in (0.05, 0.2, 0.5):
+        limit = smallest + share * (largest - smallest)
+        found = cheapest_within(*words, limit)
+        assert isinstance(found, Found)
+        _, cost, size = next(each for each in every if each[0] == found.values)
+        assert size <= limit * (1 + 1e-9) and cost == pytest.approx(found.total, rel=1e-9)
+        best = min(cost for _, cost, size in every if size <= limit)
+        assert found.total <= best * 1.002 + 1e-9  # what is as good as a thousandth is not looked for, by either solver
+        assert found.bound <= best * (1 + 1e-9)
+    with pytest.raises(LimitError) as caught:
+        cheapest_within(*words, smallest * 0.99)
+    assert caught.value.least == pytest.approx(smallest, rel=1e-9)
+
+
+def test_what_cannot_be_is_none():
+    own = [np.array([1.0, math.inf]), np.array([0.0])]
+    change = Change(source=0, costs=np.array([[math.inf], [0.0]]), wants={1: np.array([[True]])}, always=np.array([False]))
+    assert cheapest(own, [change]) is None
+
+
+def test_a_chain_of_any_length_takes_a_table_per_link():
+    draw = random.Random(0)
+    tables = [Table(scope=(at, at + 1), entries=np.array([[draw.random() for _ in range(5)] for _ in range(5)])) for at in range(300)]
+    least = np.zeros(5)  # of all links so far, by the last one's value
+    for table in tables:
+        least = (least[:, None] + table.entries).min(axis=0)
+    found = least_sum([5] * 301, tables)
+    assert found is not None and found.total == pytest.approx(float(least.min()), rel=1e-12)
