@@ -221,7 +221,13 @@ def divide(build: Build, loss: Loss, batch: Any, num_ranks: int = 4, *, rates: R
         torch.testing.assert_close(total, each.grad, rtol=1e-10, atol=1e-12)  # sums in another order
     counts = [{kind: count.calls for kind, count in group.counts.items()} for group in groups]
     assert all(each == counts[0] for each in counts)
-    numbers = [each for each in sent_in_chunk(part.programs[0], 0) if each.num_bytes == 8]  # of the loss
+    sent = sent_in_chunk(part.programs[0], 0)
+    for kind, count in groups[0].counts.items():
+        assert (count.calls, count.bytes) == (
+            sum(each.collective == kind for each in sent),
+            sum(each.num_bytes for each in sent if each.collective == kind),
+        )
+    numbers = [each for each in sent if each.num_bytes == 8]  # of the loss
     ahead = Counter(forward[0]) - Counter(each.collective for each in numbers if not each.backward)
     back = Counter(counts[0]) - Counter(forward[0])
     assert not any(each.backward for each in numbers)
