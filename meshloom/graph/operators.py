@@ -185,11 +185,12 @@ class _CrossEntropy(torch.autograd.Function):
         return weight_of_rows, *(losses.clone() for _ in ranks)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         part: CrossEntropyOfPart = ctx.part
+        _, *gradients_of_losses = gradients  # weights of rows have none
         smoothing = part.smoothing / part.num_classes
         results: list[Tensor] = []
-        for number, (gradient, exponentials, (here, local)) in enumerate(zip(gradients, ctx.saved_tensors, ctx.places, strict=True)):
+        for number, (gradient, exponentials, (here, local)) in enumerate(zip(gradients_of_losses, ctx.saved_tensors, ctx.places, strict=True)):
             arriving = gradient * ctx.kept
             of_target = arriving * (1.0 - part.smoothing)
             if ctx.weights is not None:
