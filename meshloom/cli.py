@@ -8,22 +8,22 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from rich.console import Console
 
-from meshloom.cluster import Link, load, save
+from meshloom.cluster import Link, load, machine_file, save
 from meshloom.errors import JobError, PlanError
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
 from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
 from meshloom.mesh import Mesh
-from meshloom.plan import Plan
-from meshloom.planner.calibrate import machine_file, machine_of, measure_operators
+from meshloom.plan import Plan, num_bytes_of
+from meshloom.planner.calibrate import machine_of, measure_operators
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.links import measure_links
@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
             "target", metavar="FILE.py[:NAME]", help="the file that holds the job; NAME is a Job or a function that returns one (default: job)"
         )
         verb.add_argument("--plan", help="like dp=4,microbatches=2 (default: one replica per GPU, or dp=1)")
+        verb.add_argument(
+            "--memory", metavar="SIZE", help="what a rank may hold when the model is divided over tp, like 8GiB: the plan's memory_bytes"
+        )
         verb.add_argument("--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)")
         verb.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long a rank waits for another (default: 600)")
         verb.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
@@ -91,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     describe.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
     describe.add_argument("--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)")
     describe.add_argument("--plan", metavar="PLAN", help="say how this plan divides the model over tp, and what its ranks send (such as tp=2)")
+    describe.add_argument("--memory", metavar="SIZE", help="as for train")
     describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
     describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
     describe.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
@@ -104,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    return Plan.parse(arguments.plan) if arguments.plan else Plan(dp=default_ranks(arguments.devices))
+    plan = Plan.parse(arguments.plan) if arguments.plan else Plan() if arguments.verb == "describe" else Plan(dp=default_ranks(arguments.devices))
+    return replace(plan, memory_bytes=num_bytes_of(arguments.memory)) if arguments.memory else plan
 
 
 def _run_here(arguments: argparse.Namespace) -> int:
@@ -156,6 +161,9 @@ def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     per_replica = f"{plan.dp} replica{'s' if plan.dp > 1 else ''} x {plan.microbatches} chunk{'s' if plan.microbatches > 1 else ''}"
     start = f", from step {trainer.next_step}" if trainer.next_step else ""
     terminal.start(f"{name}, {parameters:,} parameters; batches of {job.batch_size} samples over {per_replica}; {trainer.steps} steps{start}")
+    division = trainer.replicas[0].division
+    if division is not None and division.rates is not None:
+        terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
     records.write(
         "start", plan=str(plan), devices=trainer.world.kind, why=trainer.world.why, model=name, parameters=parameters,
         batch_size=job.batch_size, steps=trainer.steps, step=trainer.next_step,
@@ -208,9 +216,9 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
     print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
     for record in description_records(description, arguments.depth):
         records.write(**record)
-    plan = Plan.parse(arguments.plan) if arguments.plan else Plan()
+    plan = _plan(arguments)
     if plan.tp > 1:
-        account = divided(job, plan, batch_size=arguments.batch)
+        account = divided(job, plan, batch_size=arguments.batch, machine=load(Path(arguments.machine)) if arguments.machine else None)
         print(f"\n{text_of(account)}", file=stream)
         records.write("division", plan=str(plan), **asdict(account))
     return 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -219,6 +220,17 @@ def save(machine: Machine, path: Path) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise MachineError(f"The measurements cannot be written to {path}: {error.strerror}. Give another file with --out FILE.") from None
+
+
+def machine_file(device: str) -> Path:
+    """Where this machine's measurements lie unless another place is named; one file for each kind of device."""
+    return Path.home() / ".cache" / "meshloom" / "machines" / f"{platform.node() or 'unnamed'}-{device}.json"
+
+
+def this_machine(device: str) -> Machine | None:
+    """What `meshloom calibrate` measured on this machine, if it did. Raises `MachineError` for a broken file."""
+    path = machine_file(device)
+    return load(path) if path.is_file() else None
 
 
 def load(path: Path) -> Machine:

@@ -59,6 +59,8 @@ class Plan:
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     tp_placements: pattern of module names -> how the parameters of those modules and of all inside are divided over tp: `column` (out
         features), `row` (in features), `vocabulary`, `heads`, `channels`, `dim0`, `dim1`, ..., or `replicated`. Others are chosen by cost.
+    memory_bytes: what a rank along tp may hold of parameters, gradients, optimizer state and kept activations; the division is chosen so. 0: no limit.
+        As text also with a unit: memory_bytes=8GiB.
 
     >>> Plan(dp=4, microbatches=2)
     Plan('dp=4,microbatches=2')
@@ -77,6 +79,7 @@ class Plan:
     bucket_bytes: int = 25 * 2**20
     keyed_draws: bool = False
     tp_placements: Mapping[str, str] = Pairs()
+    memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may come from JSON
@@ -89,12 +92,18 @@ class Plan:
         for name in ("dp", "tp", "microbatches", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
+        if self.memory_bytes < 0:
+            raise PlanError(f"memory_bytes={self.memory_bytes} must be 0 (no limit) or more.")
         if self.zero not in (0, 1):
             raise PlanError(f"zero={self.zero} is not available. Use zero=0 (replicated) or zero=1 (optimizer state divided over dp).")
         for pattern, value in self.tp_placements.items():
             _check_placement(pattern, value)
         if self.tp_placements and self.tp == 1:
             raise PlanError(f"tp_placements={_text(self.tp_placements)} divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out.")
+        if self.memory_bytes and self.tp == 1:
+            raise PlanError(
+                f"memory_bytes={self.memory_bytes} is what a division over tp has to keep to, and tp=1. Use tp=2 or more, or leave it out."
+            )
         if self.sync_batch_norm and self.tp > 1:
             raise PlanError(f"sync_batch_norm=true works on modules, and tp={self.tp} computes operators. Use tp=1, or sync_batch_norm=false.")
 
@@ -203,6 +212,8 @@ def _value(key: str, text: str) -> int | bool | Pairs:
     _known(key)
     if key == "tp_placements":
         return _pairs(key, text)
+    if key == "memory_bytes":
+        return num_bytes_of(text)
     if text in ("true", "false"):
         return text == "true"
     try:
@@ -210,6 +221,21 @@ def _value(key: str, text: str) -> int | bool | Pairs:
     except ValueError:
         default = next(field.default for field in fields(Plan) if field.name == key)
         raise PlanError(f"{key}={text} must be {_describe(type(default))}, like {key}={_text(default)}.") from None
+
+
+def num_bytes_of(text: str) -> int:
+    """Bytes as people write them. Raises `PlanError`.
+
+    >>> num_bytes_of("8GiB"), num_bytes_of("1.5MB"), num_bytes_of("4096")
+    (8589934592, 1500000, 4096)
+    """
+    number = text.rstrip("KMGTiB ")
+    scale = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
+    scale |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
+    try:
+        return int(float(number) * scale[text[len(number) :].strip()])
+    except (ValueError, KeyError, OverflowError):
+        raise PlanError(f"{text} is no number of bytes. Write it like 8GiB, 500MB or 4096.") from None
 
 
 def _text(value: object) -> str:

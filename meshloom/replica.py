@@ -116,7 +116,11 @@ class Replica:
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
         self._one_chunk = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=seat.device) for is_mean in (False, True)}
-        self.division = Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements) if seat.team else None
+        self.division = (
+            Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements, memory_bytes=plan.memory_bytes or None)
+            if seat.team
+            else None
+        )
         self.shards: Shards | None = None
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp

@@ -96,8 +96,7 @@ def least_of_all(problem: Problem) -> float:
                 held(problem, value, placement),
                 problem.rates,
                 regathered=again,
-                # While the sum of the input's gradient travels, every rank computes its part of the weights' gradients.
-                hiding_seconds=sum(priced[node.name].backward_flops for node in users) / 4 / problem.rates.flops_per_second if again else 0.0,
+                behind_seconds=sum(priced[node.name].flops for node in users) / problem.num_ranks / problem.rates.flops_per_second if again else 0.0,
             )
             total = float("inf") if seconds is None else total + seconds
             if total >= best:
@@ -182,7 +181,8 @@ def test_blocks_that_share_unknowns_cost_what_they_cost_alone(small: Layout, mon
     monkeypatch.setattr(meshloom.graph.problem, "repeats_of", lambda *_: Repeats())
     alone = Problem(small, 2, rates=rates, costs=priced)
     assert len(alone.cost) > 1.8 * len(shared.cost)
-    assert shared.solve()[1] == pytest.approx(alone.solve()[1], rel=3e-3)  # the last block's surroundings are not the others'
+    one, other = shared.solve()[1], alone.solve()[1]
+    assert other <= one * (1 + 1e-9) and one <= 1.01 * other  # alone, the first and the last block suit what is around them
 
 
 def test_a_choice_travels_as_numbers(small: Layout):
@@ -343,7 +343,7 @@ def test_a_limit_that_cannot_be_met_says_what_is_needed(small: Layout):
     with pytest.raises(
         PlanError,
         match=r"^With tp=2 a rank holds \d+\.\d (KiB|MiB) or more of parameters, gradients, optimizer state and kept activations, "
-        r"and the limit is 0\.0 MiB\. Use a larger tp, or smaller microbatches\.$",
+        r"and the limit is 9\.8 KiB\. Use a larger tp, or smaller microbatches\.$",
     ):
         choose(small, 2, FAST, memory_bytes=1e4)
 

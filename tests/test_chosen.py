@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from choice_jobs import GPT, ConvNet, job_of, layout_by_shapes, next_token, normal, square, tokens
-from torch import nn
+from torch import Tensor, nn
 
+from benchmarks.step import gpt
 from meshloom.cli import main
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
@@ -20,10 +22,11 @@ from meshloom.graph.capture import capture
 from meshloom.graph.choose import choose
 from meshloom.graph.chosen import account_of, text_of
 from meshloom.graph.cost import costs
-from meshloom.graph.layout import layout_of
+from meshloom.graph.layout import Layout, layout_of
+from meshloom.graph.linears import GatheredLinears
 from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import take
-from meshloom.graph.rates import Rates
+from meshloom.graph.rates import Rates, default_rates
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
 
@@ -71,6 +74,36 @@ def test_bytes_predicted_are_bytes_counted(name: str, num_ranks: int, rates: str
         assert bytes_per_step(part, rank=rank) == {kind: num_bytes for kind, (_, num_bytes) in found.items()}
         sent = [*sent_in_chunk(part.programs[rank], rank), *sent_at_the_end(part, rank)]
         assert {kind: sum(each.collective == kind for each in sent) for kind in found} == {kind: calls for kind, (calls, _) in found.items()}
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> tuple[Layout, dict[str, Tensor]]:
+    """The benchmark GPT on a batch of 4."""
+    batch = {"x": torch.randint(gpt.VOCABULARY, (4, gpt.LENGTH + 1), generator=torch.Generator().manual_seed(0))}
+    return layout_of(capture(job_of(gpt.GPT, next_token), (batch, batch)), BUILT_IN), batch
+
+
+def test_sequences_are_divided_by_gathers_and_scatters_of_equal_volume(benchmark: tuple[Layout, dict[str, Tensor]]):
+    """Where memory is short, and as counted: what an all-reduce of S sends, a scatter and a gather of S send together (Korthikanti et al., 2022)."""
+    layout, batch = benchmark
+    rates = default_rates("cuda")
+    usual = partition(choose(layout, 2, rates))
+    short = partition(choose(layout, 2, rates, memory_bytes=142e6))
+    assert all(short.choice.strategies[f"layer_norm_{number}"].work == 0.5 for number in range(1, 2 * gpt.BLOCKS))
+    assert all(usual.choice.strategies[f"layer_norm_{number}"].work == 1 for number in range(1, 2 * gpt.BLOCKS))
+    size = 4 * gpt.LENGTH * gpt.WIDTH * 4
+    before, after = (counted(part, gpt.GPT(), batch)[0] for part in (usual, short))
+    assert before["all_reduce"][1] > 4 * gpt.BLOCKS * size > 10 * after["all_reduce"][1]
+    assert after["reduce_scatter"][0] >= 4 * gpt.BLOCKS
+    again = sum(isinstance(node.target, GatheredLinears) and node.target.change.source == "part" for node in short.programs[0].nodes)
+    assert again >= 2 * gpt.BLOCKS  # inputs that are not kept, and gathered once more in the backward
+    assert on_a_ring(after) - again * size // 2 == pytest.approx(on_a_ring(before), rel=0.03)  # they differ at the embedding and the loss
+
+
+def on_a_ring(found: dict[str, tuple[int, int]]) -> float:
+    """Bytes that each of two ranks sends."""
+    share = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_gather": 1.0}  # of what it hands in
+    return sum(share[kind] * num_bytes for kind, (_, num_bytes) in found.items() if kind in share)
 
 
 def test_chunks_send_alike_and_the_sum_comes_once():
@@ -128,3 +161,18 @@ def test_a_plan_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         "reduce_scatter",
         "all_to_all",
     }
+
+
+def test_a_limit_on_memory_is_kept_or_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """The smallest that a rank can hold is named, and holding that is then possible; nothing is a little less."""
+    file = tmp_path / "job.py"
+    file.write_text("from tests.jobs import make_job\n\njob = make_job('gpt', 'adamw')\n")
+    words = ["describe", str(file), "--plan", "tp=2", "--memory"]
+    assert main([*words, "1KiB"]) == 2
+    refused = capsys.readouterr().err
+    found = re.search(
+        r"With tp=2 a rank holds (\d+\.\d) KiB or more of parameters, .*, and the limit is 1\.0 KiB\. Use a larger tp, or smaller microb", refused
+    )
+    assert found is not None, refused
+    assert main([*words, f"{float(found[1]) * 0.97}KiB"]) == 2
+    assert main([*words, f"{float(found[1]) * 1.03}KiB"]) == 0

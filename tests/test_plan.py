@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshloom.errors import PlanError
 from meshloom.mesh import Mesh
-from meshloom.plan import Plan, chunk_sizes
+from meshloom.plan import Plan, chunk_sizes, num_bytes_of
 
 counts = st.integers(1, 10**6)
 patterns = st.from_regex(r"[a-z*][a-z0-9_.*]{0,8}", fullmatch=True)
@@ -27,6 +27,7 @@ plans = st.builds(
     overlap=st.booleans(),
     bucket_bytes=counts,
     keyed_draws=st.booleans(),
+    memory_bytes=st.integers(0, 10**15),
 )
 
 
@@ -42,6 +43,7 @@ def test_the_strategy_covers_every_field():
         "bucket_bytes",
         "keyed_draws",
         "tp_placements",
+        "memory_bytes",
     }
 
 
@@ -103,7 +105,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("microbatch=2", "A plan has no setting 'microbatch'. Did you mean microbatches?"),
         (
             "color=2",
-            "A plan has no setting 'color'. Known: dp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements.",
+            "A plan has no setting 'color'. Known: dp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, memory_bytes.",
         ),
     ],
 )
@@ -160,3 +162,17 @@ def test_chunks_are_a_partition_larger_ones_first_and_differ_by_one_at_most(num_
 
 def test_66_samples_on_4_chunks():
     assert chunk_sizes(66, 4) == [17, 17, 16, 16]
+
+
+def test_memory_is_written_with_a_unit():
+    assert Plan.parse("tp=2,memory_bytes=8GiB") == Plan(tp=2, memory_bytes=8 * 2**30)
+    assert num_bytes_of("0.5 KiB") == 512 and num_bytes_of("3MB") == 3_000_000 and num_bytes_of("7B") == num_bytes_of("7") == 7
+    for text in ("8Gib", "GiB", "eight", "8KKB", "nan", "inf"):
+        with pytest.raises(PlanError, match=rf"^{text} is no number of bytes\. Write it like 8GiB, 500MB or 4096\.$"):
+            num_bytes_of(text)
+    with pytest.raises(
+        PlanError, match=r"^memory_bytes=4096 is what a division over tp has to keep to, and tp=1\. Use tp=2 or more, or leave it out\.$"
+    ):
+        Plan(memory_bytes=4096)
+    with pytest.raises(PlanError, match=r"^memory_bytes=-1 must be 0 \(no limit\) or more\.$"):
+        Plan(tp=2, memory_bytes=-1)

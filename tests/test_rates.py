@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from choice_jobs import GPT, job_of, next_token, tokens
 
-from meshloom.cluster import collective_seconds, example_machine
+from meshloom.cluster import Link, collective_seconds, example_machine, machine_file, save
+from meshloom.errors import MachineError
+from meshloom.graph.chosen import Account, text_of
 from meshloom.graph.cost import Cost
-from meshloom.graph.rates import COLLECTIVES, Rates, default_rates, rates_of
+from meshloom.graph.rates import COLLECTIVES, Rates, default_rates, rates_here, rates_of
+from meshloom.plan import Plan
+from meshloom.planner.divided import divided
 
 
 def test_measured_collectives_take_what_was_measured():
@@ -39,3 +45,41 @@ def test_a_ring_gathers_and_scatters_in_the_time_of_an_all_reduce():
 def test_an_operator_takes_as_long_as_the_slower_of_its_work_and_its_bytes():
     rates = Rates(flops_per_second=10.0, bytes_per_second=1.0)
     assert rates.node_seconds(Cost(flops=100, read_bytes=1, backward_read_bytes=2, backward_written_bytes=3)) == 15.0
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory in which nothing was measured yet."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_rates_are_this_machines_where_they_were_measured(home: Path):
+    assert rates_here("cpu", 2) == default_rates("cpu")
+    save(example_machine(), machine_file("cpu"))
+    assert home in machine_file("cpu").parents
+    assert rates_here("cpu", 2) == rates_of(example_machine(), 2)
+    assert rates_here("cuda", 2) == default_rates("cuda")  # what a CPU does says nothing of a GPU
+    machine_file("cpu").write_text("{")
+    with pytest.raises(MachineError, match="is no JSON"):
+        rates_here("cpu", 2)
+
+
+def calls(account: Account) -> int:
+    """Collectives in a chunk."""
+    return sum(count * row.times for row in account.rows for _, (count, _) in row.sent)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("silent_export")
+def test_an_account_says_whose_rates_it_was_chosen_with(home: Path):
+    """And they count: where each collective takes seconds, there are fewer of them."""
+    batch = tokens(3)
+    job = replace(job_of(lambda: GPT(blocks=2), next_token), data=lambda: [{"x": row} for row in batch["x"]], batch_size=3)
+    account = divided(job, Plan(tp=2))
+    assert "Rates: default rates; meshloom calibrate measures this machine's." in text_of(account)
+    slow = [Link(collective=each, ranks=2, latency_seconds=1.0, bytes_per_second=1e9, residual=0.0) for each in COLLECTIVES]
+    save(replace(example_machine(), links=tuple(slow)), machine_file("cpu"))
+    measured = divided(job, Plan(tp=2))
+    assert "Rates: measured on example at 19" in text_of(measured)  # 1970, or the evening before it
+    assert calls(measured) < calls(account)

@@ -6,6 +6,8 @@ paid, once for all nodes that want it so. Solved exactly, by eliminating one nod
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +17,10 @@ from meshloom.graph.layout import Layout
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import Part, Placement
 from meshloom.graph.problem import Held, Problem
-from meshloom.graph.rates import Rates, default_rates
+from meshloom.graph.rates import Rates, default_rates, rates_here
 from meshloom.graph.strategies import Strategy
 
-__all__ = ["Choice", "Held", "Rates", "changes_of", "choice_of_numbers", "choose", "numbers_of_choice"]
+__all__ = ["Choice", "Held", "Rates", "changes_of", "choice_of_numbers", "choose", "numbers_of_choice", "rates_for"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ def choose(
 ) -> Choice:
     """The cheapest way for `num_ranks` ranks to compute a program's loss.
 
-    rates: default is `default_rates` of the device.
+    rates: default is `default_rates` of the device; `rates_for` gives this machine's.
     held: who holds what of parameters and buffers, if that is decided.
     placements: pattern of module names -> how its parameters are to be divided, as `Plan.tp_placements` says. They do not count where `held` does.
     memory_bytes: what a rank may hold of parameters, gradients, optimizer state and kept activations.
@@ -74,6 +76,15 @@ def choose(
         pins=None if held is not None else placements,
     )
     return _choice(problem, *problem.solve(memory_bytes))
+
+
+def rates_for(layout: Layout, num_ranks: int) -> Rates:
+    """Rates of this machine, as far as they were measured, for the device and most of the parameters of a program. Raises `MachineError`."""
+    sizes: Counter[str] = Counter()
+    for each in layout.program.parameters.values():
+        sizes[str(each.meta.dtype).removeprefix("torch.")] += math.prod(each.meta.shape)
+    (dtype, _), *_ = sizes.most_common(1) or [("float32", 0)]
+    return rates_here(layout.program.device.type, num_ranks, dtype)
 
 
 def numbers_of_choice(choice: Choice) -> list[int]:

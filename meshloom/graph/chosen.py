@@ -46,7 +46,7 @@ class Whole:
 class Account:
     """parameters_divided, flops_divided: shares of all elements, and of all FLOPs forward and backward. work: the busiest rank's share of the FLOPs.
 
-    num_bytes: bytes that rank 0 hands in during a step, by kind of collective.
+    num_bytes: bytes that rank 0 hands in during a step, by kind of collective. rates: where those are from that it was chosen with.
     """
 
     num_ranks: int
@@ -56,10 +56,11 @@ class Account:
     flops_divided: float
     work: float
     num_bytes: Mapping[str, int]
+    rates: str = ""
 
 
 def account_of(
-    part: Partition, costs: Mapping[str, Cost], *, num_chunks: int = 1, placements: Mapping[str, str] | None = None
+    part: Partition, costs: Mapping[str, Cost], *, num_chunks: int = 1, placements: Mapping[str, str] | None = None, rates: str = ""
 ) -> Account:  # fmt: skip
     """What was chosen for a program, and what a step of `num_chunks` chunks sends. placements: those that the plan asked for."""
     choice = part.choice
@@ -77,6 +78,7 @@ def account_of(
         flops_divided=sum(count for name, count in flops.items() if choice.strategies[name].work < 1) / all_flops,
         work=sum(count * choice.strategies[name].work for name, count in flops.items()) / all_flops,
         num_bytes=bytes_per_step(part, num_chunks=num_chunks),
+        rates=rates,
     )
 
 
@@ -100,6 +102,7 @@ def text_of(account: Account) -> str:
     ]
     sent = ", ".join(f"{name} {_shown(size)}" for name, size in account.num_bytes.items())
     lines += [f"Sent by a rank per step: {sent}." if sent else "Nothing is sent."]
+    lines += [f"Rates: {account.rates}."] if account.rates else []
     lines += [f"Whole: {each.what}{f' x{each.times}' if each.times > 1 else ''} ({each.share:.1%}): {each.why}." for each in account.whole]
     return "\n".join(lines)
 

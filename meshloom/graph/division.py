@@ -17,7 +17,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first, share
 from meshloom.errors import CaptureError
-from meshloom.graph.choose import Choice, Rates, choice_of_numbers, choose, numbers_of_choice
+from meshloom.graph.choose import Choice, Rates, choice_of_numbers, choose, numbers_of_choice, rates_for
 from meshloom.graph.layout import layout_of
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.partition import Partition, partition
@@ -31,7 +31,8 @@ from meshloom.job import Job, LossFunction
 class Division:
     """The loss of `job` (and functions like it) over the ranks of `group`, which talk in it as they compute.
 
-    team: the same ranks, for decisions (CPU tensors). placements, memory_bytes: as for `choose`.
+    team: the same ranks, for decisions (CPU tensors). placements, memory_bytes: as for `choose`. rates: default is what was measured on the
+    machine of the rank that chooses, else `default_rates`.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class Division:
         self._group = group
         self._team = team
         self._dtype = dtype
-        self._rates = rates
+        self._given = rates
+        self.rates: Rates | None = None  # that were used, on the rank that chose
         self._rules = rules_with(job.rules)
         self._placements = placements
         self._memory_bytes = memory_bytes
@@ -116,7 +118,8 @@ class Division:
 
         def chosen() -> Choice:
             limit = self._memory_bytes if held is None else None
-            return choose(layout, self._group.size, self._rates, held=held, placements=self._placements, memory_bytes=limit)
+            self.rates = self._given or rates_for(layout, self._group.size)
+            return choose(layout, self._group.size, self.rates, held=held, placements=self._placements, memory_bytes=limit)
 
         choice = yield from on_first(group, chosen, CaptureError)
         numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)

@@ -11,20 +11,13 @@ from meshloom.graph.rates import Rates
 
 
 def change_seconds(
-    meta: Meta,
-    source: Placement,
-    target: Placement,
-    before: Pieces,
-    after: Pieces,
-    rates: Rates,
-    *,
-    regathered: bool = False,
-    hiding_seconds: float = 0.0,
-) -> float | None:
+    meta: Meta, source: Placement, target: Placement, before: Pieces, after: Pieces, rates: Rates, *, regathered: bool = False,
+    behind_seconds: float = 0.0,
+) -> float | None:  # fmt: skip
     """Seconds of changing a value's placement. None: it cannot be changed so.
 
     regathered: parts of the value are gathered once more in the backward, instead of being kept.
-    hiding_seconds: of computing that goes on while the backward talks, for each of its collectives.
+    behind_seconds: of computing while what the backward sends is on its way. What a collective takes to start is not hidden by it.
     """
     if PARTIAL in (source, target) and not meta.dtype.is_floating_point:
         return None
@@ -41,8 +34,11 @@ def change_seconds(
     size = item
     for length in meta.shape:
         size *= length
-    talking = [0.0 if call is None else rates.collective_seconds(call[0], call[1] * item, before.num_ranks) for call in calls]
-    seconds = talking[0] + sum(max(0.0, each - hiding_seconds) for each in talking[1:])
+    seconds = sum(rates.collective_seconds(call[0], call[1] * item, before.num_ranks) for call in calls if call is not None)
+    if meta.requires_grad and calls[1] is not None:
+        collective, count = calls[1]
+        on_its_way, started = (rates.collective_seconds(collective, num_bytes, before.num_ranks) for num_bytes in (count * item, 0.0))
+        seconds -= min(behind_seconds, on_its_way - started)
     # What is sent is put together and taken apart; what is not is looked at, or copied in part.
     touched = sum(2.0 if call is not None else 0.1 for call in calls) + (1.0 if target == PARTIAL and isinstance(source, Part) else 0.0)
     return seconds + touched * size / rates.bytes_per_second

@@ -77,8 +77,8 @@ class Problem:
                 found = cheapest_within(own, self.changes, own_bytes, self.change_bytes, memory_bytes)
             except LimitError as error:
                 raise PlanError(
-                    f"With tp={self.num_ranks} a rank holds {_mb(error.least)} or more of parameters, gradients, optimizer state and kept activations, "
-                    f"and the limit is {_mb(memory_bytes)}. Use a larger tp, or smaller microbatches."
+                    f"With tp={self.num_ranks} a rank holds {_shown(error.least)} or more of parameters, gradients, optimizer state and kept activations, "
+                    f"and the limit is {_shown(memory_bytes)}. Use a larger tp, or smaller microbatches."
                 ) from None
         if found is None:
             raise PlanError(f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}")
@@ -218,15 +218,16 @@ class Problem:
         self.change_bytes.append(np.array([[kept.get((source, target), 0.0) for target in targets] for source in made_in]))
 
     def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
-        fused = target == REPLICATED and self._feeds_linears(value)
-        before, after = self._pieces(value, source), self._pieces(value, target)
-        hiding = self._weight_seconds(value) if fused else 0.0
-        return change_seconds(self.layout.metas[value][0], source, target, before, after, self.rates, regathered=fused, hiding_seconds=hiding)
+        gathered = target == REPLICATED and self._feeds_linears(value)
+        return change_seconds(
+            self.layout.metas[value][0], source, target, self._pieces(value, source), self._pieces(value, target), self.rates,
+            regathered=gathered, behind_seconds=self._weights_seconds(value) if gathered else 0.0,
+        )  # fmt: skip
 
-    def _weight_seconds(self, value: str) -> float:
-        """Seconds for which a rank computes gradients of the weights of the linear layers that use a value: half of their backward."""
-        assert self.costs is not None
-        return sum(self.costs[node.name].backward_flops for node in self._users[value]) / 2 / self.num_ranks / self.rates.flops_per_second
+    def _weights_seconds(self, value: str) -> float:
+        """Seconds of the weights' gradients of the linear layers that use a value, divided over the ranks: its own gradient is summed meanwhile."""
+        costs = self.costs or {}
+        return sum(costs[node.name].flops for node in self._users[value]) / self.num_ranks / self.rates.flops_per_second
 
     def _feeds_linears(self, value: str) -> bool:
         """Whether all that use a value are linear layers, which gather it again in the backward and do not keep it."""
@@ -317,5 +318,6 @@ def _counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, 
     return found
 
 
-def _mb(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+def _shown(num_bytes: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("GiB", 2**30), ("MiB", 2**20)) if num_bytes >= size), ("KiB", 2**10))
+    return f"{num_bytes / size:.1f} {unit}"

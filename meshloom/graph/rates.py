@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from meshloom.cluster import Machine, collective_seconds
+from meshloom.cluster import Machine, collective_seconds, this_machine
 from meshloom.graph.cost import Cost
 from meshloom.graph.payload import Collective
 
@@ -33,6 +34,7 @@ class Rates:
     memory_price: what holding a byte of parameters, gradients and optimizer state is worth, in bytes sent per step. Who asks for tp wants
         memory divided, and dividing the batch instead is what dp is for. With 0, large batches of small models are divided by
         samples, which leaves every parameter on every rank and a step of the benchmark GPT (batch 64, Gloo) 6 % shorter.
+    source: where they are from, for people.
     """
 
     flops_per_second: float = 5e10
@@ -42,6 +44,7 @@ class Rates:
     link_bytes_per_second: float = 1e9
     measured: Mapping[Collective, Line] = field(default_factory=dict[Collective, Line])
     memory_price: float = 100.0
+    source: str = "given"
 
     def collective_seconds(self, collective: Collective, num_bytes: float, num_ranks: int) -> float:
         """Seconds of a collective to which every rank hands in `num_bytes`.
@@ -85,11 +88,21 @@ def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
         bytes_per_second=machine.operation("elementwise", dtype).rate,
         link_bytes_per_second=lines["all_gather"].bytes_per_second if "all_gather" in lines else known.link_bytes_per_second,
         measured=lines,
+        source=f"measured on {machine.name} at {time.strftime('%Y-%m-%d %H:%M', time.localtime(machine.measured_at))}",
     )
+
+
+def rates_here(device: str, num_ranks: int, dtype: str = "float32") -> Rates:
+    """Of this machine, as `meshloom calibrate` measured it, or else `default_rates`. Raises `MachineError` if its file is broken."""
+    machine = this_machine(device)
+    return rates_of(machine, num_ranks, dtype) if machine is not None else default_rates(device)
 
 
 def default_rates(device: str) -> Rates:
     """Where nothing was measured. cpu: one core, and Gloo on one host. Others: a GPU of the last years in mixed precision, and NCCL over NVLink."""
+    source = "default rates; meshloom calibrate measures this machine's"
     if device == "cpu":
-        return Rates()
-    return Rates(flops_per_second=1e14, bytes_per_second=1.5e12, start_seconds=1e-5, latency_seconds=3e-6, link_bytes_per_second=1.5e11)
+        return Rates(source=source)
+    return Rates(
+        flops_per_second=1e14, bytes_per_second=1.5e12, start_seconds=1e-5, latency_seconds=3e-6, link_bytes_per_second=1.5e11, source=source
+    )  # fmt: skip

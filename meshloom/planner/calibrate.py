@@ -76,11 +76,6 @@ def machine_of(operators: Operators, links: Sequence[Link], device: torch.device
     )
 
 
-def machine_file(device: str) -> Path:
-    """Where this machine's measurements lie unless another place is named; one file for each kind of device."""
-    return Path.home() / ".cache" / "meshloom" / "machines" / f"{platform.node() or 'unnamed'}-{device}.json"
-
-
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
