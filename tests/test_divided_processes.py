@@ -49,7 +49,7 @@ def test_a_family_on_two_processes_equals_one_device(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "convnext"])
+@pytest.mark.parametrize("name", ["llama", "vit"])
 def test_a_family_on_two_by_two_processes_equals_one_device(name: str):
     plan = str(Plan(dp=2, tp=2, tp_placements=PINS[name]))
     assert on_ranks(_verified, 4, name, plan, timeout_seconds=300.0)[0] == "EQUAL"
