@@ -68,7 +68,6 @@ def least_of_all(problem: Problem) -> float:
     program = layout.program
     parameters = {each.value for each in program.parameters.values()}
     priced = costs(program)
-    graded = {value for value, (meta, *_) in layout.metas.items() if meta.requires_grad}
     best = float("inf")
     names = [*problem.options, *problem.strategies]
     for row in itertools.product(*problem.options.values(), *problem.strategies.values()):
@@ -84,7 +83,7 @@ def least_of_all(problem: Problem) -> float:
             source = made[value]
             if source == placement:
                 continue
-            if value in parameters and ((isinstance(source, Part) and source.cut is not None) or value not in graded):
+            if value in parameters and isinstance(source, Part) and source.cut is not None:
                 total = float("inf")
                 break
             users = [node for node in program.nodes if any(ref.name == value for ref in node.operands())]

@@ -163,7 +163,7 @@ def _gradient(change: Transition, group: Group, gradient: Tensor) -> Tensor:
     before, after = change.before, change.after
     if change.target != "part":
         if change.source != "part":
-            return gradient.clone()
+            return gradient
         return _spoken_for(before, group.rank, take(before, group.rank, gradient).clone())
     if change.source != "part":  # everyone wants the whole sum
         if after.is_shared:
@@ -180,13 +180,13 @@ def _summed(after: Pieces, group: Group, value: Tensor) -> Tensor:
     return start_sum(after, group, value)()
 
 
-def start_sum(after: Pieces, group: Group, value: Tensor) -> Callable[[], Tensor]:
+def start_sum(after: Pieces, group: Group, value: Tensor, *, ours: bool = False) -> Callable[[], Tensor]:
     """Start adding up all ranks' `value`s; the function returned waits, and gives what this rank holds in `after`.
 
-    By all-reduce if that is all of it or shared, else by reduce-scatter.
+    By all-reduce if that is all of it or shared, else by reduce-scatter. ours: nobody else looks at `value`, so the sum may take its place.
     """
     if after.is_whole or after.is_shared:
-        total = value.contiguous().clone()
+        total = value.contiguous() if ours else value.clone(memory_format=torch.contiguous_format)
         reducing = group.all_reduce(total)
 
         def all_of_it() -> Tensor:

@@ -63,18 +63,18 @@ class _Layers(torch.autograd.Function):
         divided = linears.change.source == "part"
         gathering = start_gather(linears.change.before, group, x) if divided else None
         layers = linears.layers(weights)
+        flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         summing = None
         if ctx.needs_input_grad[2]:
-            dx = torch.matmul(gradients[0], layers[0][0])
-            for gradient, (weight, _) in zip(gradients[1:], layers[1:], strict=True):
-                dx += torch.matmul(gradient, weight)
-            summing = start_sum(linears.change.before, group, dx)
+            dx = flat[0].mm(layers[0][0])
+            for gradient, (weight, _) in zip(flat[1:], layers[1:], strict=True):
+                dx.addmm_(gradient, weight)
+            summing = start_sum(linears.change.before, group, dx.view(*gradients[0].shape[:-1], dx.shape[1]), ours=True)
         whole = gathering() if gathering else x
         rows = whole.reshape(-1, whole.shape[-1])
         found: list[Tensor | None] = []
-        for gradient, (_, bias) in zip(gradients, layers, strict=True):
-            flat = gradient.reshape(-1, gradient.shape[-1])
-            found.append(flat.t().mm(rows) if ctx.needs_input_grad[3 + len(found)] else None)
+        for gradient, (_, bias) in zip(flat, layers, strict=True):
+            found.append(gradient.t().mm(rows) if ctx.needs_input_grad[3 + len(found)] else None)
             if bias is not None:
-                found.append(flat.sum(0) if ctx.needs_input_grad[3 + len(found)] else None)
+                found.append(gradient.sum(0) if ctx.needs_input_grad[3 + len(found)] else None)
         return None, None, summing() if summing else None, *found

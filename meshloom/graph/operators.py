@@ -100,10 +100,11 @@ def negative_log_likelihood_of_part(x: Tensor, target: Tensor, start: int, reduc
 class CrossEntropyOfPart:
     """Cross-entropy where every rank has the logits of a part of the classes, and all of them get the whole loss.
 
-    Two all-reduces of a number per row: the largest logit; then the sum of exponentials, the target's logit and, for smoothing, the sum of
-    logits. Backward talks to nobody: softmax minus target of this part. (Megatron-LM's vocabulary-parallel loss; Shoeybi et al., 2019.)
+    Two all-reduces, of `num_sums` numbers per row in all but one: the largest logit; then the sum of exponentials, the target's logit, with class
+    weights the target's weight, and for smoothing the sum of logits. Backward talks to nobody: softmax minus target of this part.
+    (Megatron-LM's vocabulary-parallel loss; Shoeybi et al., 2019.)
 
-    start: first class of every rank's part. reduction: 0 none, 1 mean, 2 sum, as ATen counts them.
+    starts: first class of every rank's part. reduction: 0 none, 1 mean, 2 sum, as ATen counts them. weighted: whether classes have weights.
     """
 
     starts: tuple[int, ...]
@@ -111,9 +112,15 @@ class CrossEntropyOfPart:
     reduction: int
     ignored: int
     smoothing: float
+    weighted: bool = False
 
-    def run(self, group: Group, logits: Tensor, target: Tensor) -> Tensor:
-        """On this rank: logits [n, part of v, space], target [n, space] -> the loss."""
+    @property
+    def num_sums(self) -> int:
+        """Numbers per row that the second all-reduce adds up."""
+        return 2 + self.weighted + bool(self.smoothing) * (1 + self.weighted)
+
+    def run(self, group: Group, logits: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+        """On this rank: logits [n, part of v, space], target [n, space], weight [part of v] -> the loss."""
 
         def largest(values: list[Tensor]) -> Tensor:
             group.all_reduce(values[0], "max").wait()
@@ -124,10 +131,11 @@ class CrossEntropyOfPart:
             return values[0]
 
         function: Any = _CrossEntropy.apply
-        (loss,) = function(self, (group.rank,), largest, total, target.reshape(-1), _rows(logits))
-        return self._reduce(loss, target)
+        weights = None if weight is None else [weight]
+        weight_of_rows, loss = function(self, (group.rank,), largest, total, target.reshape(-1), weights, _rows(logits))
+        return self._reduce(loss, target, weight_of_rows)
 
-    def run_all(self, logits: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    def run_all(self, logits: Sequence[Tensor], targets: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> list[Tensor]:
         """On all ranks at once."""
 
         def total(values: list[Tensor]) -> Tensor:
@@ -138,14 +146,18 @@ class CrossEntropyOfPart:
 
         function: Any = _CrossEntropy.apply
         ranks = tuple(range(len(logits)))
-        losses = function(self, ranks, lambda values: torch.stack(values).amax(0), total, targets[0].reshape(-1), *map(_rows, logits))
-        return [self._reduce(loss, target) for loss, target in zip(losses, targets, strict=True)]
+        weight_of_rows, *losses = function(
+            self, ranks, lambda values: torch.stack(values).amax(0), total, targets[0].reshape(-1), weights, *map(_rows, logits)
+        )
+        return [self._reduce(loss, target, weight_of_rows) for loss, target in zip(losses, targets, strict=True)]
 
-    def _reduce(self, losses: Tensor, target: Tensor) -> Tensor:
+    def _reduce(self, losses: Tensor, target: Tensor, weight_of_rows: Tensor | None) -> Tensor:
         if self.reduction == 0:
             return losses.view(target.shape)
         total = losses.sum()
-        return total / (target != self.ignored).sum() if self.reduction == 1 else total
+        if self.reduction == 2:
+            return total
+        return total / ((target != self.ignored).sum() if weight_of_rows is None else weight_of_rows.sum())
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -155,39 +167,73 @@ def _rows(logits: Tensor) -> Tensor:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: CrossEntropyOfPart, ranks: tuple[int, ...], largest: Any, total: Any, target: Tensor, *logits: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        part: CrossEntropyOfPart,
+        ranks: tuple[int, ...],
+        largest: Any,
+        total: Any,
+        target: Tensor,
+        weights: Sequence[Tensor] | None,
+        *logits: Tensor,
+    ) -> Any:
+        """Weight of every row [n] or None, then for every rank in `ranks` the loss of every row [n]."""
         low = torch.finfo(logits[0].dtype).min
         top = largest([each.amax(1) if each.shape[1] else each.new_full(each.shape[:1], low) for each in logits])
         kept = target != part.ignored
-        shifted = [each - top[:, None] for each in logits]
+        exponentials: list[Tensor] = []
         sums: list[Tensor] = []
         places: list[tuple[Tensor, Tensor]] = []
-        for rank, each in zip(ranks, shifted, strict=True):
+        for number, (rank, each) in enumerate(zip(ranks, logits, strict=True)):
+            shifted = each - top[:, None]
             local = target - part.starts[rank]
             here = (local >= 0) & (local < each.shape[1]) & kept
             local = torch.where(here, local, 0)
             places.append((here, local))
-            found = each.gather(1, local[:, None])[:, 0] if each.shape[1] else each.new_zeros(each.shape[0])
-            rows = [each.exp().sum(1), torch.where(here, found, 0.0)]
-            sums.append(torch.stack([*rows, each.sum(1)] if part.smoothing else rows))
+            found = shifted.gather(1, local[:, None])[:, 0] if each.shape[1] else each.new_zeros(each.shape[0])
+            rows = [torch.where(here, found, 0.0)]
+            if weights is None:
+                rows += [shifted.sum(1)] if part.smoothing else []
+            else:
+                weight = weights[number]
+                rows.append(torch.where(here, weight[local], 0.0) if each.shape[1] else each.new_zeros(each.shape[0]))
+                rows += [shifted @ weight, weight.sum().expand(each.shape[0])] if part.smoothing else []
+            exponentials.append(shifted.exp_())
+            sums.append(torch.stack([exponentials[-1].sum(1), *rows]))
         everyone = total(sums)
-        exponentials, hits = everyone[0], everyone[1]
-        log_sum = exponentials.log()
-        losses = log_sum - hits
+        log_sum = everyone[0].log()
+        weight_of_rows = None if weights is None else everyone[2].clone()
+        losses = log_sum - everyone[1]
+        if weight_of_rows is not None:
+            losses = weight_of_rows * losses
+        weight_of_classes: Any = part.num_classes if weights is None else everyone[-1]
         if part.smoothing:
-            losses = (1 - part.smoothing) * losses + part.smoothing * (log_sum - everyone[2] / part.num_classes)
+            every_class = log_sum * weight_of_classes - (everyone[2] if weights is None else everyone[3])
+            losses = (1 - part.smoothing) * losses + part.smoothing / part.num_classes * every_class
         losses = torch.where(kept, losses, 0.0)
-        ctx.part, ctx.places, ctx.kept = part, places, kept
-        ctx.save_for_backward(*[(each - log_sum[:, None]).exp() for each in shifted])
-        return tuple(losses.clone() for _ in ranks)
+        ctx.part, ctx.places, ctx.kept, ctx.weights = part, places, kept, weights
+        ctx.weight_of_rows, ctx.weight_of_classes, ctx.sum = weight_of_rows, weight_of_classes, everyone[0]
+        ctx.save_for_backward(*exponentials)
+        if weight_of_rows is not None:
+            ctx.mark_non_differentiable(weight_of_rows)
+        return weight_of_rows, *(losses.clone() for _ in ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         part: CrossEntropyOfPart = ctx.part
+        _, *gradients_of_losses = gradients  # weights of rows have none
+        smoothing = part.smoothing / part.num_classes
         results: list[Tensor] = []
-        for gradient, probabilities, (here, local) in zip(gradients, ctx.saved_tensors, ctx.places, strict=True):
-            result = probabilities - part.smoothing / part.num_classes if part.smoothing else probabilities.clone()
+        for number, (gradient, exponentials, (here, local)) in enumerate(zip(gradients_of_losses, ctx.saved_tensors, ctx.places, strict=True)):
+            arriving = gradient * ctx.kept
+            of_target = arriving * (1.0 - part.smoothing)
+            if ctx.weights is not None:
+                of_target = of_target * ctx.weight_of_rows
+            # Numbers of rows are multiplied first: the logits are large, and are gone through once.
+            result = exponentials * ((of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum)[:, None]
+            if part.smoothing:
+                result -= arriving[:, None] * (smoothing if ctx.weights is None else smoothing * ctx.weights[number])
             if result.shape[1]:
-                result.scatter_add_(1, local[:, None], (here.to(result.dtype) * (part.smoothing - 1.0))[:, None])
-            results.append(result * (gradient * ctx.kept)[:, None])
-        return None, None, None, None, None, *results
+                result.scatter_add_(1, local[:, None], -(here * of_target)[:, None])
+            results.append(result)
+        return None, None, None, None, None, None, *results

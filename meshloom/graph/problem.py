@@ -109,7 +109,7 @@ class Problem:
         buffers = {each.value: name for name, each in program.buffers.items()}
         self._names = parameters | buffers
         self._weighed = set(self._names)  # what has to do with parameters: nothing else is worth dividing
-        in_place = {program.buffers[name].value for name in program.in_place}
+        self._in_place = in_place = {program.buffers[name].value for name in program.in_place}
         fixed = {*buffers, *(each.value for each in program.inputs), *program.constants}
         self.options: dict[str, list[tuple[Placement, int]]] = {}
         for value in dict.fromkeys([*parameters, *sorted(fixed)]):
@@ -202,7 +202,7 @@ class Problem:
 
     def _change(self, value: str, targets: Sequence[Placement], kept: Mapping[tuple[Placement, Placement], float], *, stays: bool) -> None:
         """`value` is changed from what it is made in to what others want. kept: (from, to) -> bytes that are kept then."""
-        meta, many = self.layout.metas[value][0], value in self.layout.lists
+        many = value in self.layout.lists
         sources = {unknown: placement for placement, unknowns in self._made[value].items() for unknown in unknowns}
         made_in = [sources[unknown] for unknown in sorted(sources)]
         seconds: dict[tuple[Placement, Placement], float] = {}
@@ -211,7 +211,7 @@ class Problem:
                 cost: float | None = 0.0
                 if source != target:
                     # Parameters are not sent around, and what is updated in place is not copied.
-                    barred = many or (stays and isinstance(source, Part) and source.cut is not None) or (stays and not meta.requires_grad)
+                    barred = many or value in self._in_place or (stays and isinstance(source, Part) and source.cut is not None)
                     cost = None if barred else self._seconds(value, source, target)
                 seconds[source, target] = np.inf if cost is None else cost * self._count[value]
         wants: dict[int, Any] = {}

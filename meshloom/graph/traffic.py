@@ -74,9 +74,9 @@ def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, ba
     item = meta.dtype.itemsize
     if isinstance(target, CrossEntropyOfPart):
         if not backward:
-            rows = meta.shape[0] * item
+            rows = math.prod(meta.shape[:1] + meta.shape[2:]) * item
             yield "all_reduce", rows  # the largest logit
-            yield "all_reduce", rows * (3 if target.smoothing else 2)
+            yield "all_reduce", rows * target.num_sums
         return
     if isinstance(target, LogSoftmaxOfPart):
         rows = math.prod(meta.shape[: target.dim] + meta.shape[target.dim + 1 :]) * item
