@@ -148,7 +148,7 @@ class Replica:
         """Read the loss, decide who holds what, and let go of the rest."""
         size = chunk_sizes(self.job.batch_size, self.plan.num_chunks)[0]
         batches = yield from on_first(self.seat.world, lambda: first_batches(self.job, 1, size), DataError)
-        yield from division.open(to_device(batches[0] if batches else None, self.seat.device, self.dtype), self.seat.world)
+        yield from division.open(to_device(batches[0] if batches else None, self.seat.device, self.dtype), self.seat.world, self.model)
         self.shards = Shards({**division.parameters, **division.buffers}, self.seat.groups["tp"])
         self.shards.divide(self.model)
         self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]

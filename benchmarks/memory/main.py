@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import TensorDataset
 
 sys.path.append(str(Path(__file__).parents[1] / "step"))
 from gpt import loss, make_data, make_model, make_optimizer
@@ -36,15 +37,16 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write one record per rank to FILE; - is standard output")
     parser.add_argument("--plans", nargs="+", default=["dp=1", "tp=2"])
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=16, help="tokens of a sample; few, so that what is counted is not activations")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        measure(arguments.plans[0], arguments.batch, Path(arguments.json))
+        measure(arguments.plans[0], arguments.batch, arguments.length, Path(arguments.json))
         return 0
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         for plan in arguments.plans:
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
-            words = ["--plans", plan, "--batch", str(arguments.batch), "--json", directory]
+            words = ["--plans", plan, "--batch", str(arguments.batch), "--length", str(arguments.length), "--json", directory]
             size = ml.Plan.parse(plan).mesh.size
             code = subprocess.run([*launch, "--nproc-per-node", str(size), __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
             if code:
@@ -65,7 +67,7 @@ def main() -> int:
     return 0
 
 
-def measure(plan: str, batch_size: int, directory: Path) -> None:
+def measure(plan: str, batch_size: int, length: int, directory: Path) -> None:
     """On a rank: open a trainer and take two steps."""
     torch.set_num_threads(1)
     made: list[torch.optim.Optimizer] = []
@@ -74,16 +76,18 @@ def measure(plan: str, batch_size: int, directory: Path) -> None:
         made.append(make_optimizer(named))
         return made[-1]
 
-    job = ml.Job(
-        model=make_model, loss=loss, optimizer=optimizer, data=lambda: make_data(2 * batch_size), batch_size=batch_size, steps=2, shuffle=False
-    )
+    def data() -> TensorDataset:
+        (tokens,) = make_data(2 * batch_size).tensors
+        return TensorDataset(tokens[:, : length + 1])
+
+    job = ml.Job(model=make_model, loss=loss, optimizer=optimizer, data=data, batch_size=batch_size, steps=2, shuffle=False)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, ml.Trainer(job, plan, devices="cpu") as trainer:
         with record_function(OPENED):
             rank = trainer.replicas[0].seat.rank
         for batch in trainer.batches():
             trainer.step(batch)
         steady = held([*trainer.replicas[0].model.parameters(), *state_of(made[-1])])
-    record = {"plan": plan, "rank": rank, "batch": batch_size, "start": peak_until(seen, OPENED), "steady": steady}
+    record = {"plan": plan, "rank": rank, "batch": batch_size, "length": length, "start": peak_until(seen, OPENED), "steady": steady}
     (directory / f"{rank}.json").write_text(json.dumps(record))
 
 

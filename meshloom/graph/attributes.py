@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 Changed = tuple[str, str, str, str]  # module, attribute, before, after
 
@@ -26,6 +29,22 @@ def plain_attributes(model: nn.Module) -> dict[tuple[str, str], str]:
 def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
     """The same values themselves; lists and the like are copies."""
     return {(name, attribute): copy.copy(vars(model.get_submodule(name))[attribute]) for name, attribute in plain_attributes(model)}
+
+
+@contextmanager
+def whole_attributes(model: nn.Module) -> Iterator[None]:
+    """Tensors that the forward leaves in plain attributes are gone afterwards: they hold no values."""
+    kept = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in kept:
+            for name, value in list(vars(module).items()):
+                if name not in _REGISTERED and value is not attributes.get(name) and _holds_tensor(value):
+                    if name in attributes:
+                        vars(module)[name] = attributes[name]
+                    else:
+                        del vars(module)[name]
 
 
 def changed_attributes(before: dict[tuple[str, str], str], after: dict[tuple[str, str], str]) -> list[Changed]:
@@ -48,3 +67,10 @@ def _text(value: Any, depth: int = 0) -> str | None:
         texts = [_text(each, depth + 1) for each in value]
         return None if any(text is None for text in texts) else f"{type(value).__name__}[{', '.join(map(str, texts))}]"
     return None
+
+
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])

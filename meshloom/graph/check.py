@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.errors import CaptureError
+from meshloom.graph.attributes import plain_values, whole_attributes
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.precision import build_model, default_precision, in_precision
 from meshloom.graph.program import Program
 from meshloom.graph.reading import one_thread
+from meshloom.graph.sketch import Sketch, sketch
 from meshloom.job import Job, LossFunction
 from meshloom.random import KeyedDraws, derive, preserved_draws, seed_everything
 
@@ -35,8 +37,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Ran:
+    """What a loss came to. gradients: of parameters that have one; sketches, as whole ones would be another model."""
+
     outputs: list[Any]
-    gradients: dict[str, Tensor | None]
+    gradients: dict[str, Sketch]
     buffers: dict[str, Tensor]
 
 
@@ -46,8 +50,7 @@ def check_against_eager(program: Program, job: Job, batches: Sequence[Any], *, t
     The model is in the precision that the program was captured in. tolerance: as in `check_against_module`.
     """
     with one_thread():
-        model = build_model(job, program.precision, training=program.training)
-        return _check(program, model, job.loss, batches, tolerance)
+        return check_against_module(program, build_model(job, program.precision, training=program.training), job.loss, batches, tolerance=tolerance)
 
 
 def check_against_module(
@@ -56,64 +59,86 @@ def check_against_module(
     """Run both on each of `batches`, one after another; raise `CaptureError` where they differ. The model stays as it is.
 
     tolerance: largest ||program - eager|| / max(||eager||, 1e-3 of the largest gradient norm). Default: by the model's lowest precision.
+    Both use the model's own parameters, and their gradients are let go one by one: besides activations no memory of the model's size is needed.
+    Of gradients larger than `sketch.SMALL` the norms are estimates from sketches, within a few percent; where the two are equal they are zero.
     """
-    with one_thread():
-        return _check(program, _copied(model), loss, batches, tolerance)
-
-
-def _check(program: Program, eager: nn.Module, loss: LossFunction, batches: Sequence[Any], tolerance: float | None) -> Difference:
-    """The same with a model that nobody else needs. Alive at most: two sets of parameters, and of gradients."""
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
-    mirror = {name: buffer.detach().clone() for name, buffer in eager.named_buffers()}
-    parameters = {name: parameter.detach().clone().requires_grad_(parameter.requires_grad) for name, parameter in eager.named_parameters()}
-    draws = any(node.num_draws for node in program.nodes)
-    with preserved_draws(), default_precision(program.precision):
+    with one_thread(), _as_it_was(model), preserved_draws(), default_precision(program.precision):
+        mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        parameters = {name: parameter.detach().requires_grad_(parameter.requires_grad) for name, parameter in model.named_parameters()}
+        draws = any(node.num_draws for node in program.nodes)
         for number, batch in enumerate(batches):
             batch = in_precision(batch, program.precision)
             seed = derive("check", number)
-            expected = _eager(eager, loss, batch, seed, keyed=draws)
-            found = _program(program, parameters, mirror, batch, seed)
-            difference = _difference(found, expected)
-            del found, expected
-            for parameter in (*eager.parameters(), *parameters.values()):
-                parameter.grad = None  # before the next batch makes others
+            expected = _eager(model, loss, batch, seed, keyed=draws)
+            difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
             worst = max(worst, difference, key=lambda each: each.error)
             if not difference.error <= limit:
-                where = _first_difference(program, eager, loss, batch, parameters, mirror, seed, limit)
+                where = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
                 raise CaptureError(
                     f"The program read from the model is not the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAY_OUT}"
                 )
     return worst
 
 
-def _copied(model: nn.Module) -> nn.Module:
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Gradients, buffers and plain attributes are afterwards what they were, and no gradients are there meanwhile."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(module, dict(vars(module)["_buffers"])) for module in model.modules()]
+    values = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
+    plain = plain_values(model)
+    for parameter, _ in gradients:
+        parameter.grad = None
     try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise CaptureError(f"The model cannot be copied to be compared ({str(error).splitlines()[0]}). {WAY_OUT}") from error
+        with whole_attributes(model):
+            yield
+    finally:
+        for (path, name), value in plain.items():
+            vars(model.get_submodule(path))[name] = value
+        for module, own in buffers:
+            vars(module)["_buffers"].update(own)
+        with torch.no_grad():
+            for buffer, value in values.values():
+                buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool) -> _Ran:
     """Plain eager where nothing is drawn: composite operators cast less under autocast when a mode watches what they are made of."""
-    model.zero_grad(set_to_none=True)
-    named = dict(model.named_parameters())
     seed_everything(seed)
-    with KeyedDraws() if keyed else nullcontext():
+    with _taking_gradients(dict(model.named_parameters())) as gradients, KeyedDraws() if keyed else nullcontext():
         outputs = tree_leaves(loss(model, _cloned(batch)))
         _backward(outputs)  # checkpointed blocks draw again in it
-    gradients = {name: parameter.grad for name, parameter in named.items() if parameter.requires_grad}
     return _Ran(_detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 
 
 def _program(program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, seed: int) -> _Ran:
-    for parameter in parameters.values():
-        parameter.grad = None
     seed_everything(seed)
-    outputs = tree_leaves(program.run(parameters, buffers, batch))
-    _backward(outputs)
-    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad}
+    with _taking_gradients(parameters) as gradients:
+        outputs = tree_leaves(program.run(parameters, buffers, batch))
+        _backward(outputs)
     return _Ran(_detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in buffers.items()})
+
+
+@contextmanager
+def _taking_gradients(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Sketch]]:
+    """Backward puts sketches of the gradients here, by name, and keeps none: one is whole at a time."""
+    taken: dict[str, Sketch] = {}
+
+    def take(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        found = sketch(parameter.grad)
+        taken[name] = taken[name] + found if name in taken else found  # checkpointed blocks that share it bring it one by one
+        parameter.grad = None
+
+    with ExitStack() as around:
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                around.callback(parameter.register_post_accumulate_grad_hook(partial(take, name)).remove)
+        yield taken
 
 
 def _backward(outputs: list[Any]) -> None:
@@ -132,35 +157,38 @@ def _detached(outputs: list[Any]) -> list[Any]:
 
 
 def _difference(found: _Ran, expected: _Ran) -> Difference:
-    largest = max((float(each.double().norm()) for each in expected.gradients.values() if each is not None), default=0.0)
+    largest = max((each.norm() for each in expected.gradients.values()), default=0.0)
     return max(_differences(found, expected, 1e-3 * largest), key=lambda each: each.error if each.error == each.error else float("inf"))
 
 
 def _differences(found: _Ran, expected: _Ran, floor: float) -> Iterator[Difference]:
     for number, (mine, theirs) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
         yield Difference(
-            _error(torch.as_tensor(mine), torch.as_tensor(theirs), 0.0), "the loss" if number == 0 else f"output {number} of the loss function"
+            _error(torch.as_tensor(mine), torch.as_tensor(theirs)), "the loss" if number == 0 else f"output {number} of the loss function"
         )
-    for name, theirs in expected.gradients.items():
-        mine = found.gradients[name]
+    for name in dict.fromkeys([*expected.gradients, *found.gradients]):
+        mine, theirs = found.gradients.get(name), expected.gradients.get(name)
         if mine is None or theirs is None:
-            yield Difference(0.0 if mine is theirs else float("inf"), f"whether {name} has a gradient")
+            yield Difference(float("inf"), f"whether {name} has a gradient")
         else:
-            yield Difference(_error(mine, theirs, floor), f"the gradient of {name}")
+            yield Difference(_relative(mine.distance(theirs), max(theirs.norm(), floor)), f"the gradient of {name}")
     for name, theirs in expected.buffers.items():
-        yield Difference(_error(found.buffers[name], theirs, 0.0), f"buffer {name}")
+        yield Difference(_error(found.buffers[name], theirs), f"buffer {name}")
 
 
-def _error(mine: Tensor, theirs: Tensor, floor: float) -> float:
+def _error(mine: Tensor, theirs: Tensor) -> float:
+    """||mine - theirs|| / ||theirs||; infinities and missing numbers in equal places are equal."""
     if mine.shape != theirs.shape:
         return float("inf")
     if torch.equal(mine, theirs) or not theirs.numel():
         return 0.0
     a, b = (each.to(torch.complex128 if each.is_complex() else torch.float64).flatten() for each in (mine, theirs))
-    same = (a == b) | (a.isnan() & b.isnan())  # infinities and missing numbers in equal places
+    same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, torch.zeros_like(a), a - b)
-    size = max(float(torch.where(b.isfinite(), b, torch.zeros_like(b)).norm()), floor)
-    error = float(difference.norm())
+    return _relative(float(difference.norm()), float(torch.where(b.isfinite(), b, torch.zeros_like(b)).norm()))
+
+
+def _relative(error: float, size: float) -> float:
     return error / size if size else error
 
 
@@ -181,7 +209,6 @@ def _first_difference(
     limit: float,
 ) -> str:
     """Names the first module, in order of execution, none of whose values in the program is its eager output."""
-    model.load_state_dict({**model.state_dict(), **{name: each.detach() for name, each in parameters.items()}}, strict=False)
     values: dict[str, list[Tensor]] = {}
 
     def collect(node: Any, value: Any) -> None:
@@ -197,7 +224,7 @@ def _first_difference(
     for path, output in outputs:
         inside = [each for name, found in values.items() if name == path or name.startswith(f"{path}.") for each in found]
         alike = [each for each in inside if each.shape == output.shape]
-        if alike and min(_error(each, output, 0.0) for each in alike) > limit:
+        if alike and min(_error(each, output) for each in alike) > limit:
             return f"the first module whose output differs is {path or 'the model'}"
     return "every module's output is the same, so the difference is in the backward or in the loss function"
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
@@ -74,9 +74,12 @@ class Division:
         """Who holds what of every buffer."""
         return self.first.buffers
 
-    def open(self, batch: Any, world: Group) -> Steps[None]:
-        """Read the loss of batches like `batch` and decide who holds what. All ranks of `world` call it; the batch counts on its rank 0."""
-        yield from self._divide(self._job.loss, True, batch, world)
+    def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[None]:
+        """Read the loss of batches like `batch` and decide who holds what. All ranks of `world` call it; batch and model count on its rank 0.
+
+        model: the job's, whole, as it was built; it stays as it is.
+        """
+        yield from self._divide(self._job.loss, True, batch, world, model)
 
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
         """Make sure that batches like `batch` can be run. All ranks of the group call it with the same batch."""
@@ -107,10 +110,11 @@ class Division:
             self._sent[key] = found
         return self._sent[key]
 
-    def _divide(self, loss: LossFunction, training: bool, batch: Any, group: Group) -> Steps[None]:
+    def _divide(self, loss: LossFunction, training: bool, batch: Any, group: Group, model: nn.Module | None = None) -> Steps[None]:
         if loss not in self._programs:
             self._programs[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
-        program = yield from self._programs[loss].read_together(group, _alike(batch) if group.rank == 0 else None, training=training)
+        batches = _alike(batch) if group.rank == 0 else None
+        program = yield from self._programs[loss].read_together(group, batches, training=training, model=model)
         layout = layout_of(program, self._rules)
         held = self._first.held if self._first else None
 

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.errors import CaptureError
-from meshloom.graph.attributes import Changed, changed_attributes, plain_attributes, plain_values
+from meshloom.graph.attributes import Changed, changed_attributes, plain_attributes, plain_values, whole_attributes
 from meshloom.graph.contexts import Autocast, Context
 from meshloom.graph.lines import WAY_OUT, Line, Place, place_here, place_of_error
 from meshloom.graph.readable import aligned_without_values, readable
@@ -116,7 +116,7 @@ class _Loss(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         before, values = plain_attributes(self.model), plain_values(self.model)
-        with _noting(), _whole_attributes(self.model), _written_buffers(self.model):
+        with _noting(), whole_attributes(self.model), _written_buffers(self.model):
             value = self._loss(self.model, leaves)
         self._seen.changed = changed_attributes(before, plain_attributes(self.model))
         now = plain_values(self.model)
@@ -172,22 +172,6 @@ def _noting() -> Iterator[None]:
 
 
 @contextmanager
-def _whole_attributes(model: nn.Module) -> Iterator[None]:
-    """Tensors that the forward leaves in plain attributes are gone afterwards: they hold no values."""
-    kept = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in kept:
-            for name, value in list(vars(module).items()):
-                if name not in _REGISTERED and value is not attributes.get(name) and _holds_tensor(value):
-                    if name in attributes:
-                        vars(module)[name] = attributes[name]
-                    else:
-                        del vars(module)[name]
-
-
-@contextmanager
 def _written_buffers(model: nn.Module) -> Iterator[None]:
     """A buffer that the forward puts another tensor in place of is written instead, at the end: what it was is what a program is given."""
     kept = [(module, name, buffer) for module in model.modules() for name, buffer in vars(module)["_buffers"].items() if buffer is not None]
@@ -203,13 +187,6 @@ def _written_buffers(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             buffer.copy_(now)
         vars(module)["_buffers"][name] = buffer
-
-
-_REGISTERED = {"_parameters", "_buffers", "_modules"}
-
-
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
 
 
 @contextmanager

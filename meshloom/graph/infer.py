@@ -18,7 +18,6 @@ from meshloom.graph.draws import CountDraws
 from meshloom.graph.export import context_of, describe_place
 from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.on_cpu import AsOnCPU
-from meshloom.graph.readable import aligned_without_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
     values: dict[fx.Node, Any] = {}  # all of them until the end, so that no memory is used twice
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
     counter = CountDraws()
-    with torch.enable_grad(), Entered((*contexts, Context())) as entered, aligned_without_values(), fake, AsOnCPU(), counter:
+    with torch.enable_grad(), Entered((*contexts, Context())) as entered, fake, AsOnCPU(), counter:
         for node in graph.nodes:
             if node.op == "placeholder":
                 values[node] = _like(likes[node.name])

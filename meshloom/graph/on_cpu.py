@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class AsOnCPU(TorchDispatchMode):
-    """Around fake tensors on a CPU: the workspace of a recurrent layer, the strides of a batch norm."""
+    """Around fake tensors on a CPU: the workspace of a recurrent layer, the strides of a batch norm, the loss of an alignment (CTC)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func in _INSTEAD:
+            return _INSTEAD[func](*args)
         value = func(*args, **(kwargs or {}))
         correct = _CORRECTIONS.get(func)
         return correct(args, value) if correct else value
@@ -33,6 +36,15 @@ def _made_contiguous(args: Sequence[Any], value: Any) -> Any:
     return x.new_empty(x.shape, dtype=value[0].dtype), *value[1:]
 
 
+def alignment_loss(scores: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """scores [frames, batch, letters] or [frames, letters] -> losses [batch] or [], and what backward wants, here as large as it can be.
+
+    torch has no fake of it, as the second depends on the labels.
+    """
+    frames, batch = scores.shape[0], list(scores.shape[1:-1])
+    return scores.new_empty(batch), scores.new_empty([*batch, frames, 2 * targets.shape[-1] + 1])
+
+
 _FORMATS = {
     4: (torch.contiguous_format, torch.channels_last),
     5: (torch.contiguous_format, torch.channels_last_3d),
@@ -41,6 +53,7 @@ _CORRECTIONS: Mapping[Any, Any] = {
     torch.ops.aten.mkldnn_rnn_layer.default: _with_workspace,
     torch.ops.aten.native_batch_norm.default: _made_contiguous,
 }
+_INSTEAD: Mapping[Any, Any] = dict.fromkeys((torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor), alignment_loss)
 
 
 def workspace_bytes(length: int, batch: int, features: int, *, hidden: int, itemsize: int) -> int:

@@ -25,7 +25,7 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool) -> nn.Mo
     for tensor in (*model.parameters(), *model.buffers()):
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-    return model.train(training)
+    return model.train(training) if model.training is not training else model  # modules that the job froze in evaluation mode stay so
 
 
 def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:

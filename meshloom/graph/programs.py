@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, share, share_bytes
 from meshloom.errors import CaptureError, MeshloomError
-from meshloom.graph.capture import capture
-from meshloom.graph.check import check_against_eager
+from meshloom.graph.capture import capture, capture_module
+from meshloom.graph.check import check_against_eager, check_against_module
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.lines import describe_line, line_of_error
 from meshloom.graph.program import Program
@@ -37,29 +38,35 @@ class Programs:
         """The program for batches like `batch`, if it was read before."""
         return self._known.get(_key(batch, training))
 
-    def read(self, batches: Sequence[Any], *, training: bool = True) -> Program:
+    def read(self, batches: Sequence[Any], *, training: bool = True, model: nn.Module | None = None) -> Program:
         """The program for batches like these, which are alike: read from the first two, compared with eager on the last two.
 
         With four batches the comparison is on ones that the program was not read from.
+        model: the job's, as it was built, in this precision and mode, if one is there already; it stays as it is. Else one is built, and let go.
         """
         key = _key_of(batches, training)
         if key not in self._known:
-            program = capture(self._job, (batches[0], batches[1]), training=training, dtype=self._dtype)
-            gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
-            check_against_eager(program, self._job, batches[-2:])
+            if model is None:
+                program = capture(self._job, (batches[0], batches[1]), training=training, dtype=self._dtype)
+                gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
+                check_against_eager(program, self._job, batches[-2:])
+            else:
+                program = capture_module(model, self._job.loss, (batches[0], batches[1]), dtype=self._dtype)
+                gc.collect()
+                check_against_module(program, model, self._job.loss, batches[-2:])
             self._known[key] = program
         return self._known[key]
 
-    def read_together(self, group: Group, batches: Sequence[Any] | None, *, training: bool = True) -> Steps[Program]:
+    def read_together(self, group: Group, batches: Sequence[Any] | None, *, training: bool = True, model: nn.Module | None = None) -> Steps[Program]:
         """As `read`, once for all ranks: rank 0 reads and compares with eager, the others receive the program and compare its hash.
 
-        All ranks call it. batches: on rank 0; the others may pass None. Whatever goes wrong on one rank is raised on all.
+        All ranks call it. batches, model: on rank 0; the others may pass None. Whatever goes wrong on one rank is raised on all.
         """
         asked = yield from _from_rank_0(group, lambda: json.dumps(_key_of(batches or (), training)).encode())
         key = _key_from(json.loads(asked))
         if all((yield from collect(group, key in self._known))):
             return self._known[key]
-        packed = yield from _from_rank_0(group, lambda: pack(self.read(batches or (), training=training)))
+        packed = yield from _from_rank_0(group, lambda: pack(self.read(batches or (), training=training, model=model)))
         program, refused = _attempt(lambda: unpack(packed) if group.rank else self._known[key])
         outcomes = yield from collect(group, {"hash": program.digest() if program else "", "refused": str(refused or "")})
         for rank, outcome in enumerate(outcomes):

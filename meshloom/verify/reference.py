@@ -110,7 +110,7 @@ class Reference:
         with preserved_draws(), self._watch.attached():
             self._samples = next(self._batches)
             self._number += 1
-            self.model.train()
+            self.model.train() if not self.model.training else None  # modules that the job froze in evaluation mode stay so
             self._before = {name: value.detach().clone() for name, value in self._state()}
             self._casts = CastWatch(self.precision, self._watch)
             self._chunks = []

@@ -1,0 +1,86 @@
+"""A tensor in a thirtieth of its memory, kept so that the distance of two tensors can be told from what is kept of them.
+
+A large tensor is cut into `FOLDS` rows, which are added up with signs that are drawn anew for every element (a count sketch). Of
+the difference of two tensors the sum keeps the squared norm on average: every element counts once, and products of different elements
+cancel. Tensors that are equal have equal sketches, bit by bit; sketches of parts of a sum add up to that of the sum.
+
+Source: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams" (2002).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FOLDS = 32
+SMALL = 4096  # elements; such tensors are kept whole
+_CHUNK = 2**18  # elements that are looked at together, so that no copy of the whole is made
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What is kept of a tensor. Equal shapes make sketches that can be compared.
+
+    folded: float64 [kept elements], of its finite elements (real and imaginary parts of complex ones side by side); others count as 0.
+    odd: the same of codes for what is not finite (1 infinity, 2 minus infinity, 3 no number); None if all is finite.
+    """
+
+    shape: tuple[int, ...]
+    folded: Tensor
+    odd: Tensor | None
+
+    def norm(self) -> float:
+        """Of the tensor's finite elements, on average over the signs; exact for small tensors."""
+        return float(self.folded.norm())
+
+    def distance(self, other: Sketch) -> float:
+        """The norm of the difference; infinite if shapes differ or other elements are not finite."""
+        if self.shape != other.shape:
+            return math.inf
+        codes = [each.odd if each.odd is not None else torch.zeros_like(each.folded) for each in (self, other)]
+        if not torch.equal(*codes):
+            return math.inf
+        return float((self.folded - other.folded).norm())
+
+    def __add__(self, other: Sketch) -> Sketch:
+        odd = other.odd if self.odd is None else self.odd if other.odd is None else self.odd + other.odd
+        return Sketch(self.shape, self.folded + other.folded, odd)
+
+
+def sketch(tensor: Tensor) -> Sketch:
+    """Of a tensor of any shape and dtype, on its device."""
+    flat = (tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()).contiguous()
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat.reshape(-1)
+    rows = FOLDS if flat.numel() > SMALL else 1
+    width = math.ceil(flat.numel() / rows)
+    folded = torch.zeros(width, dtype=torch.float64, device=flat.device)
+    odd: Tensor | None = None
+    signs, shifts = _signs(rows, min(width, _CHUNK), tensor.device)
+    for row in range(rows):
+        part = flat[row * width : (row + 1) * width]
+        for start in range(0, part.numel(), _CHUNK):
+            values = part[start : start + _CHUNK].double()
+            here = slice(start, start + values.numel())
+            sign = signs.roll(shifts[row] + 7919 * (start // _CHUNK))[: values.numel()]
+            if not bool(torch.isfinite(values).all()):
+                odd = torch.zeros_like(folded) if odd is None else odd
+                odd[here] += sign * _codes(values)
+                values = values.nan_to_num(0.0, 0.0, 0.0)
+            folded[here] += sign * values
+    return Sketch(tuple(tensor.shape), folded, odd)
+
+
+def _signs(rows: int, width: int, device: torch.device) -> tuple[Tensor, list[int]]:
+    """Signs [width], and by how many places each row has them moved on; the same in every call. A single row keeps its own."""
+    if rows == 1:
+        return torch.ones(width, dtype=torch.float64, device=device), [0]
+    generator = torch.Generator().manual_seed(0)
+    shifts = torch.randint(width, (rows,), generator=generator).tolist()
+    return (2.0 * torch.randint(2, (width,), generator=generator) - 1.0).to(device, torch.float64), shifts
+
+
+def _codes(values: Tensor) -> Tensor:
+    return (values == math.inf).double() + 2 * (values == -math.inf).double() + 3 * values.isnan().double()
