@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
+from meshloom.graph.capture import capture
 from meshloom.graph.choose import Choice
 from meshloom.graph.cuts import candidates
 from meshloom.graph.layout import layout_of
 from meshloom.graph.placement import Cut, Part
 from meshloom.graph.rules.table import BUILT_IN
-from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.uses import Uses
 from meshloom.job import Job
 from meshloom.plan import Plan
@@ -31,7 +31,12 @@ from tests.families.limits import NOT_READ
 from tests.families.measure import largest_error
 
 TOLERANCE = 1e-10  # float64; gradients are added up over samples and over ranks in other orders
-COVERING = {"gpt2", "bert", "bart", "resnet", "mamba", "mixtral", "lstm", "diffusion"}
+COVERING = {"mpt", "distilbert", "resnet", "sew", "layoutlm", "lstm", "u_net", "diffusion"}
+# With one sample, strides of its dimension mean nothing: a convolution's fake has its output in another order of memory than the kernel, and
+# dropout behind it is drawn in that order. The divided program then drops other elements than one device does.
+NO_CHUNK_OF_ONE = {"cvt", "segformer"}
+# Blocks that are alike take some placements from those that are pinned elsewhere; `mobilenet_v2` has parts without a gradient on one rank.
+UNPINNED = {"mixer", "dpt", "mobilenet_v2"}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 read = pytest.mark.parametrize(
@@ -42,8 +47,8 @@ read = pytest.mark.parametrize(
 
 @read
 def test_replicas_of_divided_models_equal_one_device(family: Family):
-    job = replace(family.make_job(True), batch_size=3)
-    pins = pins_of(drawn(job, chunk_size=2, num_ranks=2))
+    job = replace(family.make_job(True), batch_size=4 if family.name in NO_CHUNK_OF_ONE else 3)
+    pins = {} if family.name in UNPINNED else pins_of(drawn(job, chunk_size=2, num_ranks=2))
     report = verify(lifted(job), Plan(dp=2, tp=2, tp_placements=pins), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
     assert report.passed, report.causes
@@ -54,7 +59,8 @@ def test_replicas_of_divided_models_equal_one_device(family: Family):
 def drawn(job: Job, *, chunk_size: int, num_ranks: int) -> Choice:
     """Some division of the job's loss."""
     data: Any = job.data()
-    program = capture_shapes(job, default_collate([data[index] for index in range(chunk_size)]))
+    batches = [default_collate([data[start + index] for index in range(chunk_size)]) for start in (0, chunk_size)]
+    program = capture(job, (batches[0], batches[1]), dtype=torch.float64)
     return at_random(0)(layout_of(program, BUILT_IN), num_ranks)
 
 
