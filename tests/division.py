@@ -260,6 +260,8 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
             each
             for each in strategies_of(node, layout, numbers, cuts)
             if all(reachable(ref.name, wanted) for ref, wanted in zip(node.operands(), each.operands, strict=True))
+            # A partial sum of whole numbers cannot be changed, so that whoever wants it otherwise has no way.
+            and (each.output != PARTIAL or all(output.dtype.is_floating_point for output in node.outputs))
         ]
         if not ways:
             return None

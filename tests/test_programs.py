@@ -171,3 +171,27 @@ def test_processes_have_the_program_that_rank_0_read():
     program = Programs(make_job("mlp", "sgd")).read(batches())
     assert found[0][:2] == (program.describe(), program.digest())
     assert "What runs depends on the values in the batch" in found[0][2]
+
+
+class Dropped(nn.Module):
+    """A model that computes a rate when it is built, as stochastic depth does: 0.9 in float32 is not 0.9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.keep = torch.linspace(1.0, 0.9, 2)[1].item()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / self.keep
+
+
+def test_a_program_read_later_is_of_the_model_as_it_was_built():
+    job = replace(make_job("mlp", "sgd"), model=Dropped, loss=lambda model, batch: model(batch["x"]).square().mean())
+    programs = Programs(job, dtype=torch.float64)
+    torch.set_default_dtype(torch.float64)  # as verification has it when a chunk of new shapes comes
+    try:
+        program = programs.read([{"x": torch.rand(2, 4)} for _ in range(2)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (division,) = [node for node in program.nodes if node.operator.startswith("div")]
+    assert division.args[1] == Dropped().keep != 0.9

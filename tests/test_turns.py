@@ -116,6 +116,23 @@ def test_all_waiting_for_each_other_is_an_error():
         turns.run([lambda number=number: waits(number) for number in range(3)])
 
 
+def test_a_wait_lasts_as_long_as_others_get_on():
+    # Two replicas of two ranks: one reads a program of its own, in many waits between its ranks, and the other waits for it.
+    turns, done = Turns(), list[int]()
+
+    def reads(number: int) -> int:
+        for _ in range(50):
+            turns.wait_for(lambda: len(done) % 2 == number, lambda: "never")
+            done.append(number)
+        return number
+
+    def waits() -> int:
+        turns.wait_for(lambda: len(done) == 100, lambda: "gave up")
+        return len(done)
+
+    assert turns.run([waits, waits, lambda: reads(0), lambda: reads(1)]) == [100, 100, 0, 1]
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_the_first_exception_ends_all(failing: int):
     turns = Turns()

@@ -65,6 +65,7 @@ class Turns:
         self._running: list[int] = []  # ranks that have not returned, the one whose turn it is first
         self._names: dict[int, int] = {}  # thread -> rank
         self._failed: BaseException | None = None
+        self._in_vain = 0  # turns taken one after another in which nobody could go on
 
     @property
     def active(self) -> bool:
@@ -87,6 +88,7 @@ class Turns:
                     self._baton.notify_all()
             finally:
                 with self._baton:
+                    self._in_vain = 0
                     self._running.remove(rank)
                     self._baton.notify_all()
                 del self._names[threading.get_ident()]
@@ -103,16 +105,16 @@ class Turns:
     def wait_for(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Let the others run until `ready()`. Raises `CollectiveError` with `what()` when none of them can make it so."""
         rank = self._names[threading.get_ident()]
+        self._in_vain = 0  # who comes here has got on, and that may be what another waits for
         with preserved_draws():
-            for _ in range(len(self._running) + 1):
-                if ready():
-                    return
+            while not ready():
+                if self._in_vain > len(self._running):
+                    raise CollectiveError(what())
+                self._in_vain += 1
                 with self._baton:
                     self._running.append(self._running.pop(0))
                     self._baton.notify_all()
                 self._await_turn(rank)
-        if not ready():
-            raise CollectiveError(what())
 
     def _await_turn(self, rank: int) -> None:
         with self._baton:

@@ -18,6 +18,7 @@ from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.check import check_against_eager, check_against_module
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.lines import describe_line, line_of_error
+from meshloom.graph.precision import default_precision
 from meshloom.graph.program import Program
 from meshloom.graph.transfer import pack, unpack
 from meshloom.job import Job
@@ -33,6 +34,8 @@ class Programs:
         self._job = job
         self._dtype = dtype
         self._known: dict[Key, Program] = {}
+        # Models are built as the first one was: some compute numbers of their own, like rates of layers, in the default precision.
+        self._default = torch.get_default_dtype()
 
     def get(self, batch: Any, *, training: bool = True) -> Program | None:
         """The program for batches like `batch`, if it was read before."""
@@ -46,16 +49,20 @@ class Programs:
         """
         key = _key_of(batches, training)
         if key not in self._known:
-            if model is None:
-                program = capture(self._job, (batches[0], batches[1]), training=training, dtype=self._dtype)
-                gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
-                check_against_eager(program, self._job, batches[-2:])
-            else:
-                program = capture_module(model, self._job.loss, (batches[0], batches[1]), dtype=self._dtype)
-                gc.collect()
-                check_against_module(program, model, self._job.loss, batches[-2:])
-            self._known[key] = program
+            with default_precision(self._default):
+                self._known[key] = self._read(batches, training, model)
         return self._known[key]
+
+    def _read(self, batches: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
+        if model is None:
+            program = capture(self._job, (batches[0], batches[1]), training=training, dtype=self._dtype)
+            gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
+            check_against_eager(program, self._job, batches[-2:])
+        else:
+            program = capture_module(model, self._job.loss, (batches[0], batches[1]), dtype=self._dtype)
+            gc.collect()
+            check_against_module(program, model, self._job.loss, batches[-2:])
+        return program
 
     def read_together(self, group: Group, batches: Sequence[Any] | None, *, training: bool = True, model: nn.Module | None = None) -> Steps[Program]:
         """As `read`, once for all ranks: rank 0 reads and compares with eager, the others receive the program and compare its hash.

@@ -1,114 +1,124 @@
-"""Writes docs/divided_families.md: every family divided over ranks, against one device. Run as `python -m tests.families.divided [tp ...]`."""
+"""Writes docs/divided_families.md: every family divided over ranks, against one device.
+
+`python -m tests.families.divided` measures all of them; `--missing` those without a row, `--only NAME ...` those named. Other rows stay.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
-import math
-import sys
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from meshloom.errors import MeshloomError
 from meshloom.graph.choose import changes_of
+from meshloom.graph.chosen import Account, Whole, account_of
 from meshloom.graph.cost import costs
 from meshloom.graph.partition import Partition
-from tests.division import Compared, Subject, compare, subject_of
+from tests.division import Subject, compare, subject_of
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ
 
 FILE = Path(__file__).parents[2] / "docs" / "divided_families.md"
+COUNTS = (2, 3)  # ranks
+HALF = 0.5  # of the parameters or of the FLOPs; below it the table says what stays whole
 HEADER = """# Families divided over ranks
 
-Tiny jobs of the test bed (docs/families.md), dropout on, in float64, their losses divided over {tp} and run in lockstep. *error* is the
-largest of the loss on any rank, of any parameter's gradient and of any buffer, against the job's own module, run eagerly on one device.
-*parameters* is the share of the parameters' elements that no rank holds all of; *FLOPs* that of the matrix products, convolutions and
-attention (forward and backward) that are divided; *changes* how many values change their placement, each a collective or a local
-copy. Models this small are divided at rates that make it worth their while: next to their latencies nothing would be. torch {torch},
+Tiny jobs of the test bed ([families.md](families.md)), dropout on, in float64, their losses divided as a plan would and run in lockstep.
+
+- *error*: the largest of the loss on any rank, of any parameter's gradient and of any buffer, against the job's own module, run eagerly
+  on one device.
+- *parameters*: the share of the parameters' elements of which no rank holds all.
+- *FLOPs*: that of the matrix products, convolutions and attention, forward and backward, that are divided.
+- *changes*: how many values change their placement, each by a collective or a local copy.
+- Where a share is below one half, what stays whole, why, and its share of all parameters or of all FLOPs; what is below 5 % is left out.
+
+Models this small are divided at rates that make it worth their while: next to the latencies of a network nothing would be. torch {torch},
 transformers {transformers}.
 
-This file is generated: `python -m tests.families.divided {arguments}`.
+This file is generated: `python -m tests.families.divided`.
 
 | family | tp | error | parameters | FLOPs | changes | what stays whole, where a share is below one half |
 |---|---:|---:|---:|---:|---:|---|
 """
 
 
-def main() -> None:
-    """Measure all families and write the file."""
+def main(names: Sequence[str]) -> None:
+    """Measure families and write the file after each: all of them take a while."""
     torch.set_num_threads(1)
-    counts = [int(each) for each in sys.argv[1:]] or [2, 3]
-    rows: list[str] = []
-    for name, family in FAMILIES.items():
-        if name in NOT_READ:
-            rows.append(f"| {name} | | | | | | no program: {NOT_READ[name][0]} |")
-            continue
+    rows = _rows_of_before()
+    for name in names:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            rows += _rows(name, subject_of(family.make_job(True)), counts)
-        print("\n".join(rows[-len(counts) :]), flush=True)
-        _write(rows, counts)  # as far as it is: all of them take a while
+            rows[name] = _rows(name)
+        _write(rows)
 
 
-def _write(rows: list[str], counts: list[int]) -> None:
-    versions = {"transformers": version("transformers"), "torch": torch.__version__.partition("+")[0]}
-    text = HEADER.format(tp=" and ".join(f"tp={each}" for each in counts), arguments=" ".join(map(str, counts)), **versions)
-    FILE.write_text(text + "\n".join(rows) + "\n")
+def _rows_of_before() -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = {}
+    for line in FILE.read_text().splitlines() if FILE.exists() else []:
+        rows.setdefault(line.split(" | ")[0].removeprefix("| "), []).append(line)
+    return {name: lines for name, lines in rows.items() if name in FAMILIES}
 
 
-def _rows(name: str, subject: Subject, counts: list[int]) -> list[str]:
-    rows: list[str] = []
-    for num_ranks in counts:
-        started = time.monotonic()
-        try:
-            compared = compare(subject, num_ranks)
-        except MeshloomError as error:
-            rows.append(f"| {name} | {num_ranks} | | | | | {error} |")
-            continue
-        print(f"{name} tp={num_ranks}: {compared.what}, {time.monotonic() - started:.0f} s", file=sys.stdout)
-        rows.append(_row(name, num_ranks, compared))
-    return rows
+def _write(rows: Mapping[str, Sequence[str]]) -> None:
+    text = HEADER.format(transformers=version("transformers"), torch=torch.__version__.partition("+")[0])
+    FILE.write_text(text + "".join(f"{line}\n" for name in FAMILIES for line in rows.get(name, [])))
 
 
-def _row(name: str, num_ranks: int, compared: Compared) -> str:
+def _rows(name: str) -> list[str]:
+    if name in NOT_READ:
+        return [f"| {name} | | | | | | no program: {NOT_READ[name][0]} |"]
+    started = time.process_time()
+    subject = subject_of(FAMILIES[name].make_job(True))
+    print(f"{name}: read in {time.process_time() - started:.1f} s", flush=True)
+    return [_row(name, subject, num_ranks) for num_ranks in COUNTS]
+
+
+def _row(name: str, subject: Subject, num_ranks: int) -> str:
+    started = time.process_time()
+    compared = compare(subject, num_ranks)
     part = compared.partition
-    parameters, work = divided_parameters(part), divided_flops(part)
-    why = _whole_operators(part) if min(parameters, work) < 0.5 else ""
-    return f"| {name} | {num_ranks} | {compared.error:.0e} | {parameters:.0%} | {work:.0%} | {len(list(changes_of(part.choice)))} | {why} |"
+    account = account_of(part, costs(subject.program))
+    shares = f"{account.parameters_divided:.0%} | {account.flops_divided:.0%}"
+    row = f"| {name} | {num_ranks} | {compared.error:.0e} | {shares} | {len(list(changes_of(part.choice)))} | {_whole(part, account)} |"
+    print(f"{row} {compared.what}, {time.process_time() - started:.1f} s", flush=True)
+    return row
 
 
-def divided_parameters(part: Partition) -> float:
-    """Share of the parameters' elements that no rank holds all of."""
-    sizes = {name: math.prod(each.shape) for name, each in part.parameters.items()}
-    return sum(size for name, size in sizes.items() if not part.parameters[name].is_whole) / max(sum(sizes.values()), 1)
+def _whole(part: Partition, account: Account) -> str:
+    """In words, what stays whole of the parameters, or of the FLOPs, if it is more than half: by reason, the largest share first."""
+    operators = {node.operator for node in part.choice.layout.program.nodes}
+    computed = [each for each in account.whole if each.what.split(" ")[0] in operators]
+    held = [each for each in account.whole if each not in computed]
+    sentences: list[str] = []
+    if account.parameters_divided < HALF:
+        sentences += _reasons("parameters", {each: _reason(each) for each in held})
+    if account.flops_divided < HALF:
+        sentences += _reasons("FLOPs", {each: f"{each.what.split(' ')[0]}: {_reason(each)}" for each in computed})
+    return "; ".join(sentences)
 
 
-def divided_flops(part: Partition) -> float:
-    """Share of the products' operations, forward and backward, in nodes that are divided."""
-    found = costs(part.choice.layout.program)
-    total = {name: each.flops + each.backward_flops for name, each in found.items()}
-    return sum(each for name, each in total.items() if part.choice.strategies[name].cut is not None) / max(sum(total.values()), 1)
+def _reasons(of: str, reasons: Mapping[Whole, str]) -> list[str]:
+    shares: dict[str, float] = {}
+    for each, reason in reasons.items():
+        shares[reason] = shares.get(reason, 0.0) + each.share
+    return [f"{share:.0%} of the {of}: {reason}" for reason, share in sorted(shares.items(), key=lambda each: -each[1]) if share >= 0.05]
 
 
-def _whole_operators(part: Partition) -> str:
-    """What uses the parameters that every rank holds all of: most elements first."""
-    choice = part.choice
-    held = {
-        each.value: math.prod(each.meta.shape) for name, each in choice.layout.program.parameters.items() if part.parameters[name].is_whole
-    }  # fmt: skip
-    found: dict[str, int] = {}
-    for node in choice.layout.program.nodes:
-        used = sum(held.get(ref.name, 0) for ref in node.operands())
-        if used:
-            how = "divided by its rows" if choice.strategies[node.name].cut else "computed by every rank"
-            how = how if node.name in choice.layout.mapped else "has no rule"
-            found[f"{node.operator} {how}"] = found.get(f"{node.operator} {how}", 0) + used
-    return "; ".join(sorted(found, key=lambda each: -found[each])[:3])
+def _reason(whole: Whole) -> str:
+    return whole.why.partition(" (at ")[0]  # the line belongs to the user's machine
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, metavar="NAME", help="measure these")
+    parser.add_argument("--missing", action="store_true", help="measure those without a row")
+    given = parser.parse_args()
+    known = _rows_of_before() if given.missing else {}
+    main([name for name in given.only or FAMILIES if name not in known])
