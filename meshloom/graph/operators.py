@@ -43,8 +43,11 @@ class _Zeros(torch.autograd.Function):
         return None, *map(torch.zeros_like, ctx.likes)
 
 
-def convolution_of_nothing(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
-    """A convolution without input channels or without output channels: its bias [c] in every place of [..., c, space], or nothing."""
+def convolution_of_nothing(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int], *would_be: Any) -> Tensor:
+    """A convolution without input channels or without output channels: its bias [c] in every place of [..., c, space], or nothing.
+
+    would_be: the operator on ranks that have some, and its settings.
+    """
     zeros = zeros_of(x, weight, shape=shape)
     return zeros if bias is None else zeros + bias.reshape(-1, *(1,) * (weight.ndim - 2))
 

@@ -13,7 +13,7 @@ from meshloom.graph.choose import Choice, Held
 from meshloom.graph.collectives import Joint, Kind, Transition
 from meshloom.graph.contexts import Context
 from meshloom.graph.cuts import pieces_of, runs_of
-from meshloom.graph.fuse import with_gathered_linears
+from meshloom.graph.fuse import with_gathered_layers
 from meshloom.graph.layout import axes_of
 from meshloom.graph.nodes import Meta, Node, Ref, Variable, refs_in
 from meshloom.graph.pieces import Pieces, Runs
@@ -70,7 +70,7 @@ def _program(choice: Choice, rank: int, parameters: Mapping[str, Pieces], buffer
         program,
         parameters={name: _variable(each, parameters[name], rank) for name, each in program.parameters.items()},
         buffers={name: _variable(each, buffers[name], rank) for name, each in program.buffers.items()},
-        nodes=with_gathered_linears(builder.nodes, frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))),
+        nodes=with_gathered_layers(builder.nodes, frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))),
         outputs=outputs,
         updates=updates,
         _runners={},

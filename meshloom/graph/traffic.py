@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshloom.graph.collectives import Transition
+from meshloom.graph.convolutions import GatheredConvolutions
 from meshloom.graph.linears import GatheredLinears
 from meshloom.graph.nodes import Meta, Node, refs_in
 from meshloom.graph.operators import CrossEntropyOfPart
@@ -65,9 +66,12 @@ def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> di
     return totals
 
 
+_TALKING = (Transition, GatheredLinears, GatheredConvolutions, CrossEntropyOfPart, LogSoftmaxOfPart, RecurrentOfPart)
+
+
 def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, backward: bool) -> Iterator[tuple[Collective, int]]:
     target = node.target
-    if not isinstance(target, Transition | GatheredLinears | CrossEntropyOfPart | LogSoftmaxOfPart | RecurrentOfPart):
+    if not isinstance(target, _TALKING):
         return
     given, *others = node.operands()
     meta = metas[given.name][0]
@@ -89,7 +93,7 @@ def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, ba
             yield collective, count * item
         return
     change = target if isinstance(target, Transition) else target.change
-    if isinstance(target, GatheredLinears) and backward:
+    if isinstance(target, GatheredLinears | GatheredConvolutions) and backward:
         if change.source == "part":
             yield "all_gather", elements_of_gather(change.before, whole(change.before.shape, change.before.num_ranks), rank)[1] * item
         if meta.requires_grad:

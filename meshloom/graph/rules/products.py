@@ -89,7 +89,7 @@ def _with_groups(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], siz
     """Fewer groups where groups are cut; kernels want some channels."""
     groups = sizes.here["g"]
     if not sizes.here["i"] or not sizes.here["o"]:
-        return convolution_of_nothing, (*args[:3], *(None,) * (3 - len(args[:3])), tuple(sizes.outputs[0])), {}
+        return convolution_of_nothing, (*args[:3], *(None,) * (3 - len(args[:3])), tuple(sizes.outputs[0]), target, *args[3:]), {}
     if groups == sizes.whole["g"]:
         return target, args, kwargs
     names = [argument.name for argument in target._schema.arguments]
