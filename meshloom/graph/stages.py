@@ -75,7 +75,7 @@ class _Cutter:
         self.program = program
         self.num_stages = num_stages
         self.by_name = {node.name: node for node in program.nodes}
-        self.free = _computed_of_the_batch(program)
+        self.free = computed_of_the_batch(program)
         self.home = self._homes(stage_of)
         self.inputs = {each.value: each for each in program.inputs}
 
@@ -101,7 +101,7 @@ class _Cutter:
             # A node's several tensors, and numbers, do not cross: what takes them apart is where they are made.
             parts = [home[ref.name] for ref in node.operands() if ref.name in self.by_name and not _is_tensor(self.by_name[ref.name])]
             home[node.name] = parts[0] if parts and wanted > parts[0] and len(set(made)) == 1 else wanted
-        for buffer, together in _updating(self.program).items():
+        for buffer, together in updating(self.program).items():
             stages = {home[name] for name in together}
             if len(stages) > 1:
                 raise CaptureError(
@@ -163,7 +163,7 @@ class _Cutter:
         )
 
 
-def _computed_of_the_batch(program: Program) -> frozenset[str]:
+def computed_of_the_batch(program: Program) -> frozenset[str]:
     """Nodes that need nothing but the batch, constants and steady buffers, draw nothing and have no gradient: any stage can compute them for itself."""
     steady = [each.value for name, each in program.buffers.items() if name not in program.updates and name not in program.in_place]
     known = {*program.constants, *steady, *(each.value for each in program.inputs)}
@@ -175,7 +175,7 @@ def _computed_of_the_batch(program: Program) -> frozenset[str]:
     return frozenset(free)
 
 
-def _updating(program: Program) -> dict[str, set[str]]:
+def updating(program: Program) -> dict[str, set[str]]:
     """Buffer that changes -> the nodes that must lie in one stage: those that read it, and that which makes its new value."""
     names = {each.value: name for name, each in program.buffers.items() if name in program.updates or name in program.in_place}
     found: dict[str, set[str]] = {}

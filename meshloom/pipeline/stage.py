@@ -26,6 +26,7 @@ class _Live:
     edges: dict[str, Any] = field(default_factory=dict[str, Any])  # value that left -> where its gradient enters the graph
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # the sum of those that came back so far
     root: Tensor | None = None
+    is_forward: bool = False
     weights: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
 
 
@@ -62,6 +63,11 @@ class StageRun:
         """Microbatches whose activations are held."""
         return len(self._live)
 
+    @property
+    def num_forward(self) -> int:
+        """Of these, how many have gone forward."""
+        return sum(live.is_forward for live in self._live.values())
+
     def give(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
         """Values of an earlier stage; they become leaves here."""
         stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Live())
@@ -77,6 +83,7 @@ class StageRun:
         with self._around(microbatch) if self._around else nullcontext():
             values = program.run_flat(self._parameters, self._buffers, leaves, group=self._group)
         made: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
+        live.is_forward = True
         live.edges = {name: _autograd.graph.get_gradient_edge(value) for name, value in made.items() if value.requires_grad}
         if self._finish:
             live.root = self._finish(microbatch, values[len(made) :])
@@ -101,7 +108,7 @@ class StageRun:
             made = self._backward(microbatch)
         finally:
             self._later.collecting = False
-        self._live[microbatch] = _Live(weights=self._later.take())
+        self._live[microbatch] = _Live(weights=self._later.take(), is_forward=True)
         return made
 
     def weight_gradients(self, microbatch: int) -> dict[str, Tensor]:
