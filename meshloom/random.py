@@ -114,6 +114,14 @@ class KeyedDraws(TorchDispatchMode):
         return drawn
 
 
+def pass_over_draws(count: int) -> None:
+    """Leave the chain of keys where it is after `count` random operations."""
+    seed = torch.default_generator.initial_seed()
+    for _ in range(count):
+        seed = derive(seed, "next")
+    seed_torch(seed)
+
+
 def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | None) -> Any:
     if func in _TAKES_AS_IT_NEEDS and args[0].ndim:
         return _draw_row_by_row(func, args, kwargs, rows)

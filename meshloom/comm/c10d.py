@@ -222,6 +222,9 @@ class _C10dWork(Work):
         self._done = True
         self._tensors = []
 
+    def is_finished(self) -> bool:
+        return self._done or self._work.is_completed()
+
 
 def _divide(total: Tensor, count: int) -> None:
     total.copy_(total / count)

@@ -24,6 +24,10 @@ class Work(ABC):
     def wait(self) -> None:
         """Return when the outputs may be read (on GPUs: by work enqueued from now on)."""
 
+    @abstractmethod
+    def is_finished(self) -> bool:
+        """Whether the operation is over, so that `wait` would return at once; never waits."""
+
 
 class Group(ABC):
     """A set of ranks that talk to each other. Raises `PeerLostError` when one of them goes away."""

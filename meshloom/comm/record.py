@@ -110,3 +110,6 @@ class _RecordedWork(Work):
             self._work.wait()
         finally:
             self._add_seconds(time.perf_counter() - began)
+
+    def is_finished(self) -> bool:
+        return self._work.is_finished()

@@ -6,6 +6,7 @@ are taken in rank order on the first rank's device.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,8 @@ class _Meeting:
         self.aborted = False
         self.started = [0] * size
         self.open: dict[int, list[_Call | None]] = {}
-        self.mail: dict[tuple[int, int], list[Tensor]] = {}  # (source, destination) -> sent, not yet received
+        self.mail: dict[tuple[int, int], deque[Tensor]] = {}  # (source, destination) -> sent, not yet received
+        self.expected: dict[tuple[int, int], deque[tuple[Tensor, list[bool]]]] = {}  # and where it is to go, in the order asked for
 
     def join(self, rank: int, call: _Call, run: Callable[[list[Any]], None]) -> Work:
         """Add a rank's call to its number; the last rank to come runs it."""
@@ -80,6 +82,9 @@ class _SimulatedWork(Work):
             self._meeting.turns.wait_for(self._ready, self._what)
         else:
             raise CollectiveError(self._what())
+
+    def is_finished(self) -> bool:
+        return self._ready()
 
 
 class SimulatedGroup(Group):
@@ -159,19 +164,22 @@ class SimulatedGroup(Group):
         return self._join("barrier", (), None, lambda _: None)
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        self._meeting.mail.setdefault((self._rank, destination), []).append(tensor.clone())
+        self._meeting.mail.setdefault((self._rank, destination), deque()).append(tensor.clone())
         return _SimulatedWork(self._meeting, self._rank, lambda: True, str)
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        mail = self._meeting.mail.setdefault((source, self._rank), [])
+        mail = self._meeting.mail.setdefault((source, self._rank), deque())
+        expected = self._meeting.expected.setdefault((source, self._rank), deque())
+        done: list[bool] = []
+        expected.append((tensor, done))
 
         def ready() -> bool:
-            if mail and not done:
-                tensor.copy_(mail.pop(0))
-                done.append(True)
+            while mail and expected:
+                target, received = expected.popleft()
+                target.copy_(mail.popleft())
+                received.append(True)
             return bool(done)
 
-        done: list[bool] = []
         return _SimulatedWork(self._meeting, self._rank, ready, lambda: f"rank {self._rank} waits for a message that rank {source} will not send.")
 
     def abort(self) -> None:

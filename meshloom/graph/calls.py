@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshloom.random import KeyedDraws
+from meshloom.random import KeyedDraws, pass_over_draws
 
 
 def out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -30,3 +30,8 @@ def keyed_out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwar
     """What `op`, which draws, would make of `value` in place."""
     with KeyedDraws():
         return op(value.clone(), *args, **kwargs)
+
+
+def skip_draws(count: int) -> None:
+    """Go on as if `count` random operations had been: they are another stage's."""
+    pass_over_draws(count)

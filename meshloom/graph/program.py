@@ -7,7 +7,7 @@ Its values are named; a node is an operator with the names of its operands.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,13 +78,23 @@ class Program:
             raise CaptureError(
                 f"This program of {len(self.nodes)} operators was read by shapes alone, so it cannot be run. Read it from batches: capture(job, batches)."
             )
-        where = torch.device(device) if device is not None else self.device
-        runner = self._runners.get((where, dtype, visit is not None))
-        if runner is None:
-            runner = self._runners.setdefault((where, dtype, visit is not None), compile_program(self, where, dtype, visiting=visit is not None))
         leaves = leaves_of(batch).tensors
         self._check_batch(leaves)
-        return runner.run(parameters, buffers, [leaves[each.name] for each in self.inputs], visit, group)
+        flat = [leaves[each.name] for each in self.inputs]
+        return self._runner(device, dtype, visiting=visit is not None).run(parameters, buffers, flat, visit, group)
+
+    def run_flat(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], *, group: Group | None = None
+    ) -> list[Any]:
+        """As `run` where it was captured, for the tensors of `inputs` in order: what it returns, flat. Shapes are not looked at."""
+        return self._runner(None, None, visiting=False).run_flat(parameters, buffers, inputs, None, group)
+
+    def _runner(self, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool) -> Runner:
+        where = torch.device(device) if device is not None else self.device
+        runner = self._runners.get((where, dtype, visiting))
+        if runner is None:
+            runner = self._runners.setdefault((where, dtype, visiting), compile_program(self, where, dtype, visiting=visiting))
+        return runner
 
     def digest(self) -> str:
         """A short hash of all that it computes: equal for programs that are the same, in any process. The user's lines do not count."""

@@ -76,6 +76,17 @@ class Runner:
         group: Group | None = None,
     ) -> Any:
         """As `Program.run`; leaves: the batch's tensors in order."""
+        return tree_unflatten(self.run_flat(parameters, buffers, leaves, visit, group), self._out_spec)
+
+    def run_flat(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Iterable[Tensor],
+        visit: Any = None,
+        group: Group | None = None,
+    ) -> list[Any]:
+        """The same without arranging what it returns."""
         dtype = self._dtype
         inputs = [leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None) for leaf in leaves]
         state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]
@@ -85,7 +96,7 @@ class Runner:
             with torch.no_grad():
                 for name, value in zip(self._updates, values[self._num_outputs :], strict=True):
                     buffers[name].copy_(value)
-        return tree_unflatten(list(values[: self._num_outputs]), self._out_spec)
+        return list(values[: self._num_outputs])
 
 
 def compile_program(program: Listing, device: torch.device, dtype: torch.dtype | None, *, visiting: bool = False) -> Runner:
@@ -143,8 +154,7 @@ class Special:
         self._group = group
 
     def talk(self, number: int, *args: Any) -> Any:
-        """Call number `number`, which talks to the other ranks."""
-        assert self._group is not None, "a divided program runs over a group"
+        """Call number `number`, which may talk to the other ranks."""
         return self._targets[number].run(self._group, *args)
 
     def draw(self, number: int, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,233 @@
+"""A program cut into stages: for each a program of its own, and the values that cross from one to another.
+
+    program    n0 -> n1 -> n2 -> n3 -> n4 -> loss             stage of every node: 0 0 1 1 1
+    stage 0    n0 -> n1 ------+                               sends what n1 gives
+    stage 1                   +-> n2 -> n3 -> n4 -> loss      receives it, with a gradient to send back
+
+A value that several later stages use goes to each of them straight from where it is made. What is computed of the batch alone (masks,
+positions) does not cross: every stage that wants it computes it from the batch, which all have. Parameters that several stages use are held by each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils._pytree import tree_flatten
+
+from meshloom.errors import CaptureError
+from meshloom.graph.calls import skip_draws
+from meshloom.graph.nodes import Input, Meta, Node, Ref, refs_in
+from meshloom.graph.program import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """A value that goes from one stage to a later one. meta.requires_grad: its gradient comes back."""
+
+    value: str
+    source: int
+    destination: int
+    meta: Meta
+
+    @property
+    def num_bytes(self) -> int:
+        """One way."""
+        return math.prod(self.meta.shape) * self.meta.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage. program: its inputs are the tensors of the batch that it uses, then `incoming`; it returns, flat, `outgoing` and what the loss returned.
+
+    outgoing: values in order, each once. returned: of the last stage, what the loss returned; of others nothing.
+    """
+
+    number: int
+    program: Program
+    incoming: tuple[Crossing, ...]
+    outgoing: tuple[Crossing, ...]
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """Names of the values that leave it, each once."""
+        return tuple(dict.fromkeys(each.value for each in self.outgoing))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that it uses."""
+        used = {ref.name for node in self.program.nodes for ref in node.operands()}
+        return tuple(name for name, each in self.program.parameters.items() if each.value in used)
+
+
+def cut_into_stages(program: Program, stage_of: Mapping[str, int], num_stages: int) -> tuple[Stage, ...]:
+    """The stages of `program`. stage_of: node -> its stage; a node whose operands come from a later stage is moved there.
+
+    Raises `CaptureError` if a buffer that is updated would be used by several stages, as each would see another value.
+    """
+    return _Cutter(program, stage_of, num_stages).stages()
+
+
+class _Cutter:
+    def __init__(self, program: Program, stage_of: Mapping[str, int], num_stages: int) -> None:
+        self.program = program
+        self.num_stages = num_stages
+        self.by_name = {node.name: node for node in program.nodes}
+        self.free = computed_of_the_batch(program)
+        self.home = self._homes(stage_of)
+        self.inputs = {each.value: each for each in program.inputs}
+
+    def stages(self) -> tuple[Stage, ...]:
+        last = self.num_stages - 1
+        returned = [ref.name for ref in refs_in(self.program.outputs)]
+        nodes = [self._nodes(stage, returned if stage == last else ()) for stage in range(self.num_stages)]
+        crossings = [
+            Crossing(value=value, source=self.home[value], destination=stage, meta=_without_gaps(self.by_name[value].outputs[0]))
+            for stage in range(self.num_stages)
+            for value in self._foreign(stage, nodes[stage], returned if stage == last else ())
+        ]
+        for each in crossings:
+            self._check_crossing(each)
+        return tuple(self._stage(stage, nodes[stage], crossings) for stage in range(self.num_stages))
+
+    def _homes(self, stage_of: Mapping[str, int]) -> dict[str, int]:
+        """Node -> the stage that computes it; as asked for, or as late as its operands, and with its list of tensors."""
+        home: dict[str, int] = {}
+        for node in self.program.nodes:
+            made = [home[ref.name] for ref in node.operands() if ref.name in home and ref.name not in self.free]
+            wanted = min(max([stage_of[node.name], *made]), self.num_stages - 1)
+            # A node's several tensors, and numbers, do not cross: what takes them apart is where they are made.
+            parts = [home[ref.name] for ref in node.operands() if ref.name in self.by_name and not _is_tensor(self.by_name[ref.name])]
+            home[node.name] = parts[0] if parts and wanted > parts[0] and len(set(made)) == 1 else wanted
+        for buffer, together in updating(self.program).items():
+            stages = {home[name] for name in together}
+            if len(stages) > 1:
+                raise CaptureError(
+                    f"Buffer {buffer} is updated in one stage and used in another ({', '.join(map(str, sorted(stages)))}). "
+                    "Cut the model elsewhere, so that all of its uses are in one stage."
+                )
+        return home
+
+    def _nodes(self, stage: int, returned: Iterable[str]) -> list[Node]:
+        """In order: this stage's own nodes, and those computed of the batch that they use."""
+        wanted = {name for name, home in self.home.items() if home == stage and name not in self.free}
+        wanted |= {name for name in returned if name in self.free}
+        if stage == 0:
+            wanted |= {ref.name for ref in self.program.updates.values() if ref.name in self.free}
+        for node in reversed(self.program.nodes):
+            if node.name in wanted:
+                wanted |= {ref.name for ref in node.operands() if ref.name in self.free}
+        return [node for node in self.program.nodes if node.name in wanted]
+
+    def _foreign(self, stage: int, nodes: Sequence[Node], returned: Iterable[str]) -> list[str]:
+        """Values of other stages that this one uses, in order of use."""
+        used = [ref.name for node in nodes for ref in node.operands()] + list(returned)
+        return list(dict.fromkeys(name for name in used if name in self.home and name not in self.free and self.home[name] != stage))
+
+    def _check_crossing(self, crossing: Crossing) -> None:
+        node = self.by_name[crossing.value]
+        if not _is_tensor(node):
+            raise CaptureError(
+                f"The cut between stages {crossing.source} and {crossing.destination} goes through {node.operator} at {node.line or node.path}, which gives "
+                f"{len(node.outputs) or 'no'} tensors, and only single tensors cross. Cut elsewhere."
+            )
+
+    def _stage(self, number: int, nodes: Sequence[Node], crossings: Sequence[Crossing]) -> Stage:
+        program = self.program
+        incoming = tuple(each for each in crossings if each.destination == number)
+        outgoing = tuple(each for each in crossings if each.source == number)
+        made = {node.name for node in nodes}
+        updates = {name: ref for name, ref in program.updates.items() if ref.name in made and (ref.name not in self.free or number == 0)}
+        sent = tuple(Ref(value) for value in dict.fromkeys(each.value for each in outgoing))
+        outputs = (*sent, *program.outputs) if number == self.num_stages - 1 else sent
+        used = {ref.name for node in nodes for ref in node.operands()} | {ref.name for ref in refs_in((outputs, tuple(updates.values())))}
+        inputs = [each for each in program.inputs if each.value in used]
+        inputs += [Input(value=each.value, name=f"from stage {each.source}: {each.value}", meta=each.meta) for each in incoming]
+        return Stage(
+            number=number,
+            program=replace(
+                program,
+                constants={name: each for name, each in program.constants.items() if name in used},
+                inputs=tuple(inputs),
+                nodes=_with_draws_in_place(nodes),
+                outputs=outputs,
+                out_spec=tree_flatten([0] * len(outputs))[1],
+                updates=updates,
+                in_place=frozenset(name for name in program.in_place if program.buffers[name].value in used),
+                _runners={},
+            ),
+            incoming=incoming,
+            outgoing=outgoing,
+        )
+
+
+def computed_of_the_batch(program: Program) -> frozenset[str]:
+    """Nodes that need nothing but the batch, constants and steady buffers, draw nothing and have no gradient: any stage can compute them for itself."""
+    steady = [each.value for name, each in program.buffers.items() if name not in program.updates and name not in program.in_place]
+    known = {*program.constants, *steady, *(each.value for each in program.inputs)}
+    free: set[str] = set()
+    for node in program.nodes:
+        if not node.num_draws and not any(each.requires_grad for each in node.outputs) and all(ref.name in known for ref in node.operands()):
+            known.add(node.name)
+            free.add(node.name)
+    return frozenset(free)
+
+
+def updating(program: Program) -> dict[str, set[str]]:
+    """Buffer that changes -> the nodes that must lie in one stage: those that read it, and that which makes its new value."""
+    names = {each.value: name for name, each in program.buffers.items() if name in program.updates or name in program.in_place}
+    found: dict[str, set[str]] = {}
+    for node in program.nodes:
+        for ref in node.operands():
+            if ref.name in names:
+                found.setdefault(names[ref.name], set()).add(node.name)
+    made = {node.name for node in program.nodes}
+    for name, ref in program.updates.items():
+        if name in found and ref.name in made:
+            found[name].add(ref.name)
+    return found
+
+
+def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Draws are numbered within the chunk: where those of other stages come in between, their numbers are passed over."""
+    made: list[Node] = []
+    next_draw = 0
+    for node in nodes:
+        if node.num_draws:
+            assert node.draw is not None
+            if node.draw != next_draw:
+                made.append(
+                    replace(
+                        node,
+                        name=f"{node.name}__skip",
+                        target=skip_draws,
+                        args=(node.draw - next_draw,),
+                        kwargs={},
+                        num_draws=0,
+                        draw=None,
+                        outputs=(),
+                    )
+                )
+            next_draw = node.draw + node.num_draws
+        made.append(node)
+    return tuple(made)
+
+
+def _without_gaps(meta: Meta) -> Meta:
+    """Laid out as it is where that leaves no gaps in memory, else contiguous."""
+    count = 1
+    for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
+        if size != 1 and stride != count:
+            return replace(meta, stride=_contiguous(meta.shape))
+        count *= size
+    return meta
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _is_tensor(node: Any) -> bool:
+    return len(node.outputs) == 1

@@ -1,0 +1,157 @@
+"""The schedules that a plan can name, for any number of ranks, of microbatches and of virtual stages.
+
+gpipe         all forwards, then all backwards (Huang et al., 2019)
+1f1b          one forward, one backward, as soon as the first gradient is there (Narayanan et al., 2019)
+interleaved   the same with several stages on each rank (Narayanan et al., 2021, section 2.2)
+zb-h1         backward in two halves; weights' gradients fill what would be idle, with the memory of 1f1b (Qi et al., 2024)
+zb-v          that with two stages a rank, folded (Qi et al., 2024, "Pipeline parallelism with controllable memory")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshloom.errors import PlanError
+from meshloom.pipeline.check import legal_order
+from meshloom.pipeline.greedy import Forwards, build_greedily
+from meshloom.pipeline.schedule import Action, Schedule, folded, looped
+from meshloom.pipeline.schedule import Kind as ActionKind
+from meshloom.pipeline.timing import Durations, length_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of schedule.
+
+    build: (ranks, microbatches, stages per rank, durations) -> the schedule.
+    stages_per_rank: those that it works with; None for any number.
+    split: whether backward comes in two halves.
+    """
+
+    build: Callable[[int, int, int, Durations | None], Schedule]
+    stages_per_rank: int | None
+    split: bool = False
+
+
+def make_schedule(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, durations: Durations | None = None
+) -> Schedule:
+    """The schedule called `name`. Raises `PlanError` for an unknown name or numbers that it cannot work with.
+
+    stages_per_rank: v; default: what the schedule works with, 2 for interleaved.
+    durations: of each stage's actions, for the kinds that place actions where there is time; default: all alike.
+
+    >>> print(make_schedule("1f1b", 2, 3))
+    1f1b: stages on ranks 0 1, 3 microbatches
+    rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    if name not in KINDS:
+        raise PlanError(f"schedule={name} is not known. Use one of {', '.join(KINDS)}.")
+    kind = KINDS[name]
+    stages = stages_per_rank if stages_per_rank is not None else kind.stages_per_rank or 2
+    if num_ranks < 1 or num_microbatches < 1 or stages < 1:
+        raise PlanError(f"A schedule needs 1 or more of each: it has pp={num_ranks}, microbatches={num_microbatches}, virtual_stages={stages}.")
+    if kind.stages_per_rank is not None and stages != kind.stages_per_rank:
+        raise PlanError(f"schedule={name} has {kind.stages_per_rank} stage{'s' * (kind.stages_per_rank > 1)} on a rank, not virtual_stages={stages}.")
+    return kind.build(num_ranks, num_microbatches, stages, durations)
+
+
+def _gpipe(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+    rows = [
+        [*(Action(rank, "F", number) for number in range(m)), *(Action(rank, "B", number) for number in range(m))] for rank in range(p)
+    ]  # fmt: skip
+    return _schedule("gpipe", looped(p, 1), m, rows)
+
+
+def _one_forward_one_backward(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+    rows = []
+    for rank in range(p):
+        forwards = [Action(rank, "F", number) for number in range(m)]
+        backwards = [Action(rank, "B", number) for number in range(m)]
+        rows.append(_alternated(forwards, backwards, min(m, p - rank)))
+    return _schedule("1f1b", looped(p, 1), m, rows)
+
+
+def _interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+    """Microbatches in groups of p (the last may be smaller): a group goes through a rank's first stage, then its second, ...
+
+    That is the best when the groups are whole. Otherwise what is found greedily within the same memory may be shorter.
+    """
+    groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
+    ranks = looped(p, v)
+    limits = [min((p - rank - 1) * (2 if v > 1 else 1) + (v - 1) * p + 1, m * v) for rank in range(p)]
+    rows: list[list[Action]] = []
+    for rank in range(p):
+        forwards = [Action(turn * p + rank, "F", number) for group in groups for turn in range(v) for number in group]
+        backwards = [Action(turn * p + rank, "B", number) for group in groups for turn in reversed(range(v)) for number in group]
+        rows.append(_alternated(forwards, backwards, limits[rank]))
+    takes = durations or Durations.alike(p * v)
+    found: list[Schedule | None] = [_schedule("interleaved", ranks, m, rows)]
+    if m % p:
+        found += [
+            build_greedily("interleaved", ranks, m, limits=limits, durations=takes, split=False, urgent=urgent, forwards=forwards)
+            for urgent in ("BF", "FB") for forwards in _FORWARDS
+        ]  # fmt: skip
+    return _shortest(found, takes)
+
+
+def _zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+    """1f1b, with the weights' gradients of rank r as many microbatches late as r, so that all ranks hold the activations of p."""
+    rows: list[list[Action]] = []
+    for rank in range(p):
+        forwards, inputs, weights = ([Action(rank, kind, number) for number in range(m)] for kind in _HALVES)
+        warm = min(m, p - rank)
+        row = forwards[:warm]
+        late = 0
+        for number, action in enumerate(inputs):
+            row.append(action)
+            if number >= rank:
+                row.append(weights[late])
+                late += 1
+            row += forwards[warm + number : warm + number + 1]
+        rows.append([*row, *weights[late:]])
+    ranks, takes = looped(p, 1), durations or Durations.alike(p)
+    return _shortest([_schedule("zb-h1", ranks, m, rows), *_greedy_halves("zb-h1", ranks, m, p, takes)], takes)
+
+
+def _zero_bubble_v(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+    ranks, takes = folded(p), durations or Durations.alike(2 * p)
+    return _shortest(_greedy_halves("zb-v", ranks, m, 2 * p, takes), takes)
+
+
+def _greedy_halves(name: str, ranks: tuple[int, ...], m: int, limit: int, durations: Durations) -> list[Schedule | None]:
+    limits = [limit] * (max(ranks) + 1)
+    return [
+        build_greedily(name, ranks, m, limits=limits, durations=durations, split=True, urgent=urgent, forwards=forwards)
+        for urgent in ("IFW", "FIW", "IWF") for forwards in _FORWARDS
+    ]  # fmt: skip
+
+
+def _shortest(schedules: Sequence[Schedule | None], durations: Durations) -> Schedule:
+    """The first of the shortest."""
+    possible = [each for each in schedules if each is not None and legal_order(each) is not None]
+    return min(possible, key=lambda each: round(length_of(each, durations), 9))
+
+
+_HALVES: tuple[ActionKind, ...] = ("F", "I", "W")
+_FORWARDS: tuple[Forwards, ...] = ("deep", "in groups")
+KINDS: Mapping[str, Kind] = {
+    "gpipe": Kind(build=_gpipe, stages_per_rank=1),
+    "1f1b": Kind(build=_one_forward_one_backward, stages_per_rank=1),
+    "interleaved": Kind(build=_interleaved, stages_per_rank=None),
+    "zb-h1": Kind(build=_zero_bubble, stages_per_rank=1, split=True),
+    "zb-v": Kind(build=_zero_bubble_v, stages_per_rank=2, split=True),
+}
+
+
+def _alternated(forwards: Sequence[Action], backwards: Sequence[Action], warm: int) -> list[Action]:
+    """`warm` forwards, then backwards and forwards in turn, then the backwards that are left."""
+    rest = len(forwards) - warm
+    pairs = [action for pair in zip(backwards, forwards[warm:], strict=False) for action in pair]
+    return [*forwards[:warm], *pairs, *backwards[rest:]]
+
+
+def _schedule(name: str, ranks: tuple[int, ...], m: int, rows: Sequence[Sequence[Action]]) -> Schedule:
+    return Schedule(name=name, ranks=ranks, num_microbatches=m, actions=tuple(map(tuple, rows)))

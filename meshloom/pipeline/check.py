@@ -1,0 +1,136 @@
+"""A schedule is checked before anything runs, without any process.
+
+Every stage sees every microbatch once in each direction, backwards come after what they need, activations in flight stay within
+a bound, and no ranks wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import get_args
+
+from meshloom.errors import PlanError
+from meshloom.pipeline.schedule import Action, Kind, Schedule
+
+
+def check_schedule(schedule: Schedule, *, in_flight: int | None = None) -> None:
+    """Raise `PlanError` naming the rank and the action that cannot be.
+
+    in_flight: most activations (of one stage for one microbatch) that a rank may hold at a time.
+    """
+    _check_complete(schedule)
+    _check_order(schedule)
+    if legal_order(schedule) is None:
+        raise PlanError(_circle(schedule))
+    for rank, most in enumerate(most_in_flight(schedule)):
+        if in_flight is not None and most > in_flight:
+            raise PlanError(
+                f"Rank {rank} of schedule {schedule.name} holds the activations of {most} forwards at a time, and {in_flight} is the bound."
+            )
+
+
+def needs(action: Action, num_stages: int, split: bool) -> list[Action]:
+    """What must be done before an action, on whatever rank. split: whether the next stage's backward is in two halves."""
+    stage, number = action.stage, action.microbatch
+    if action.kind == "F":
+        return [Action(stage - 1, "F", number)] if stage else []
+    if action.kind == "W":
+        return [Action(stage, "I", number)]
+    after = [Action(stage + 1, "I" if split else "B", number)] if stage + 1 < num_stages else []
+    return [Action(stage, "F", number), *after]
+
+
+def legal_order(schedule: Schedule) -> list[tuple[int, Action]] | None:
+    """(rank, action) of all in an order in which one thread can run them; None if every rank waits for another.
+
+    Ranks take turns, each going as far as it can.
+    """
+    order: list[tuple[int, Action]] = list(_run(schedule))
+    return order if len(order) == sum(map(len, schedule.actions)) else None
+
+
+def most_in_flight(schedule: Schedule) -> list[int]:
+    """Most activations that each rank holds at a time: of a stage and a microbatch from its forward to the end of its backward."""
+    found: list[int] = []
+    for actions in schedule.actions:
+        ends = _ends(actions)
+        now = most = 0
+        for action in actions:
+            now += action.kind == "F"
+            most = max(most, now)
+            now -= action in ends
+        found.append(most)
+    return found
+
+
+def _ends(actions: tuple[Action, ...]) -> set[Action]:
+    """Where activations go: at B, or at W."""
+    return {action for action in actions if action.kind in ("B", "W")}
+
+
+def _run(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    split = schedule.split
+    at = [0] * schedule.num_ranks
+    done: set[Action] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            while at[rank] < len(actions) and all(each in done for each in _needs(actions[at[rank]], schedule, split)):
+                done.add(actions[at[rank]])
+                yield rank, actions[at[rank]]
+                at[rank] += 1
+                moved = True
+
+
+def _needs(action: Action, schedule: Schedule, split: frozenset[tuple[int, int]]) -> list[Action]:
+    return needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    m, name = schedule.num_microbatches, schedule.name
+    if m < 1 or not schedule.ranks:
+        raise PlanError(f"Schedule {name} has {m} microbatches and {schedule.num_stages} stages; both must be 1 or more.")
+    if sorted(set(schedule.ranks)) != list(range(schedule.num_ranks)):
+        raise PlanError(f"Schedule {name} has rows for {schedule.num_ranks} ranks, and its stages lie on ranks {sorted(set(schedule.ranks))}.")
+    counts = Counter(action for _, action in schedule)
+    for rank, action in schedule:
+        if action.stage >= schedule.num_stages or action.microbatch >= m:
+            raise PlanError(f"{action} on rank {rank}: schedule {name} has {schedule.num_stages} stages and {m} microbatches.")
+        if schedule.ranks[action.stage] != rank:
+            raise PlanError(
+                f"{action} stands on rank {rank}, and stage {action.stage} of schedule {name} lies on rank {schedule.ranks[action.stage]}."
+            )
+        if counts[action] > 1:
+            raise PlanError(f"{action} stands {counts[action]} times in schedule {name}.")
+    for stage in range(schedule.num_stages):
+        for number in range(m):
+            kinds = "".join(kind for kind in get_args(Kind) if Action(stage, kind, number) in counts)
+            if kinds not in ("FB", "FIW"):
+                raise PlanError(
+                    f"Stage {stage} of schedule {name} has {' '.join(kinds) or 'nothing'} for microbatch {number}. It needs F and B, or F, I and W."
+                )
+
+
+def _check_order(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        place = {action: number for number, action in enumerate(actions)}
+        for action in actions:
+            for earlier in needs(action, schedule.num_stages, False):
+                if earlier.stage == action.stage and place[earlier] > place[action]:
+                    raise PlanError(f"{action} comes before {earlier} on rank {rank} of schedule {schedule.name}.")
+
+
+def _circle(schedule: Schedule) -> str:
+    done = {action for _, action in _run(schedule)}
+    split = schedule.split
+    waits: list[str] = []
+    for rank, actions in enumerate(schedule.actions):
+        stuck = next((action for action in actions if action not in done), None)
+        if stuck is not None:
+            for each in _needs(stuck, schedule, split):
+                if each not in done:
+                    waits.append(f"rank {rank} is to run {stuck} and waits for {each} of rank {schedule.ranks[each.stage]}")
+                    break
+    return f"Schedule {schedule.name} never ends: {'; '.join(waits)}."

@@ -1,0 +1,103 @@
+"""A schedule found by running it: whenever a rank is free, it takes the most urgent action that is ready."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Literal
+
+from meshloom.pipeline.schedule import Action, Schedule
+from meshloom.pipeline.timing import Durations
+
+Forwards = Literal["deep", "in groups"]
+
+
+def build_greedily(
+    name: str,
+    ranks: tuple[int, ...],
+    num_microbatches: int,
+    *,
+    limits: Sequence[int],
+    durations: Durations,
+    split: bool,
+    urgent: str,
+    forwards: Forwards,
+) -> Schedule | None:
+    """Actions placed where there is time; None if it ends before all of them are.
+
+    limits: [rank], most activations (of one stage for one microbatch) that it holds at a time, until the end of their backward.
+    split: backward in two halves. urgent: kinds, the most urgent first, like IFW. forwards: of several that are ready, the one nearest
+    to the loss, or microbatches in groups of as many as there are ranks.
+    """
+    run = _Run(ranks, num_microbatches, limits, durations, split=split, urgent=urgent, forwards=forwards)
+    if not run.to_the_end():
+        return None
+    return Schedule(name=name, ranks=ranks, num_microbatches=num_microbatches, actions=tuple(map(tuple, run.rows)))
+
+
+class _Run:
+    def __init__(
+        self, ranks: tuple[int, ...], m: int, limits: Sequence[int], durations: Durations, *, split: bool, urgent: str, forwards: Forwards
+    ) -> None:
+        self.rows: list[list[Action]] = [[] for _ in limits]
+        self._ranks, self._limits, self._durations = ranks, limits, durations
+        self._split, self._urgent, self._forwards = split, urgent, forwards
+        self._left = (3 if split else 2) * len(ranks) * m
+        # The ready actions of every rank, and since when.
+        self._ready: list[dict[Action, float]] = [{} for _ in limits]
+        self._ready[ranks[0]] = {Action(0, "F", number): 0.0 for number in range(m)}
+        self._free_at = [0.0] * len(limits)
+        self._held = [0] * len(limits)
+        self._later = [sum(1 for after in range(stage + 1, len(ranks)) if ranks[after] == rank) for stage, rank in enumerate(ranks)]
+
+    def to_the_end(self) -> bool:
+        times = [0.0]
+        while self._left and times:
+            now = heapq.heappop(times)
+            while times and times[0] == now:
+                heapq.heappop(times)
+            for rank in range(len(self.rows)):
+                if self._free_at[rank] <= now and (action := self._best(rank, now)):
+                    self._free_at[rank] = now + self._durations.of(action)
+                    self._run(rank, action, self._free_at[rank])
+                    heapq.heappush(times, self._free_at[rank])
+                    heapq.heappush(times, self._free_at[rank] + self._durations.transfer)
+        return not self._left
+
+    def _best(self, rank: int, now: float) -> Action | None:
+        room = self._limits[rank] - self._held[rank]
+        # A place is kept for every later stage of this rank: what has begun must be able to get through, or no gradient ever comes back.
+        possible = [
+            each for each, since in self._ready[rank].items() if since <= now and (each.kind != "F" or room > self._later[each.stage])
+        ]  # fmt: skip
+        return min(possible, key=self._urgency, default=None)
+
+    def _urgency(self, action: Action) -> tuple[int, ...]:
+        kind = self._urgent.index(action.kind)
+        if action.kind != "F":
+            return kind, action.stage, action.microbatch
+        if self._forwards == "deep":
+            return kind, -action.stage, action.microbatch
+        return kind, action.microbatch // len(self.rows), action.stage, action.microbatch
+
+    def _run(self, rank: int, action: Action, done: float) -> None:
+        """Note what an action makes ready."""
+        stage, number = action.stage, action.microbatch
+        back = "I" if self._split else "B"
+        self._left -= 1
+        del self._ready[rank][action]
+        self.rows[rank].append(action)
+        if action.kind == "F":
+            self._held[rank] += 1
+            last = stage + 1 == len(self._ranks)
+            self._add(Action(stage, back, number) if last else Action(stage + 1, "F", number), rank, done)
+        elif action.kind in ("I", "B") and stage:
+            self._add(Action(stage - 1, back, number), rank, done)
+        if action.kind == "I":
+            self._ready[rank][Action(stage, "W", number)] = done
+        if action.kind in ("W", "B"):
+            self._held[rank] -= 1
+
+    def _add(self, action: Action, rank: int, done: float) -> None:
+        to = self._ranks[action.stage]
+        self._ready[to][action] = done + (self._durations.transfer if to != rank else 0.0)

@@ -1,0 +1,134 @@
+"""When values are sent and received, as follows from a schedule and from what crosses between its stages.
+
+    pair (0, 1), both ranks:    0F0>1   0F1>1   1B0>0   0F2>1   1B1>0   ...
+
+Between two ranks all messages, there and back, have one order, the same on both: that in which they become ready when the schedule is
+run on paper. Both start them in it, so that they match even where a message is only handed over when the other side is there to take
+it. A send starts as soon as its value is there; a receive when it is needed at the latest, and before anything that comes after it in
+the pair's order. Nothing is waited for but what an action needs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshloom.errors import PlanError
+from meshloom.pipeline.schedule import Action, Schedule
+from meshloom.pipeline.timing import Durations, run_on_paper
+
+
+@dataclass(frozen=True, order=True)
+class Edge:
+    """Values cross from one stage to a later one; back: their gradients return."""
+
+    source: int
+    destination: int
+    back: bool
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """All that one stage sends to another for one microbatch. made_by: the action whose end it leaves at."""
+
+    source: int
+    destination: int
+    microbatch: int
+    made_by: Action
+
+    def __str__(self) -> str:
+        return f"{self.made_by}>{self.destination}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a rank does around one action.
+
+    receives: start these before it. awaits: what it needs of them and of earlier ones. posts: start these after it, in order; True: it is a send.
+    stays: what it makes for other stages of this rank.
+    """
+
+    action: Action
+    receives: tuple[Message, ...]
+    awaits: tuple[Message, ...]
+    posts: tuple[tuple[Message, bool], ...]
+    stays: tuple[Message, ...]
+
+
+def steps_of(schedule: Schedule, edges: Iterable[Edge], durations: Durations | None = None) -> tuple[tuple[Step, ...], ...]:
+    """Every rank's actions with the messages around them. edges: which stages exchange values; at least every one of a chain, if they do."""
+    found = list(edges)
+    made = _messages(schedule, found)
+    order = _order_of_pairs(schedule, made, durations or Durations.alike(schedule.num_stages))
+    return tuple(_steps_of_rank(schedule, rank, made, order) for rank in range(schedule.num_ranks))
+
+
+def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[Action, tuple[list[Message], list[Message]]]:
+    """Action -> messages that it needs, and messages that it makes; also those that stay on a rank."""
+    found: dict[Action, tuple[list[Message], list[Message]]] = {action: ([], []) for _, action in schedule}
+    for edge in edges:
+        for number in range(schedule.num_microbatches):
+            forward = Message(edge.source, edge.destination, number, Action(edge.source, "F", number))
+            found[forward.made_by][1].append(forward)
+            found[Action(edge.destination, "F", number)][0].append(forward)
+            if edge.back:
+                split = schedule.split
+                made_by = Action(edge.destination, "I" if (edge.destination, number) in split else "B", number)
+                back = Message(edge.destination, edge.source, number, made_by)
+                found[made_by][1].append(back)
+                found[Action(edge.source, "I" if (edge.source, number) in split else "B", number)][0].append(back)
+    return found
+
+
+Pair = tuple[int, int]
+
+
+def _order_of_pairs(
+    schedule: Schedule, made: Mapping[Action, tuple[list[Message], list[Message]]], durations: Durations
+) -> dict[Pair, list[Message]]:
+    ends = run_on_paper(schedule, durations.of, lambda before, after: durations.transfer).ends
+    order: dict[Pair, list[Message]] = {}
+    for action in sorted(made, key=lambda each: (ends[each], each)):
+        for message in made[action][1]:
+            pair = _pair(schedule, message)
+            if pair[0] != pair[1]:
+                order.setdefault(pair, []).append(message)
+    return order
+
+
+def _pair(schedule: Schedule, message: Message) -> Pair:
+    ranks = schedule.ranks[message.source], schedule.ranks[message.destination]
+    return min(ranks), max(ranks)
+
+
+def _steps_of_rank(
+    schedule: Schedule, rank: int, made: Mapping[Action, tuple[list[Message], list[Message]]], order: Mapping[Pair, Sequence[Message]]
+) -> tuple[Step, ...]:
+    queues = {pair: deque(messages) for pair, messages in order.items() if rank in pair}
+    started: set[Message] = set()
+    steps: list[Step] = []
+
+    def start_until(message: Message) -> list[tuple[Message, bool]]:
+        """What of the pair's order is still ahead of a message, and it."""
+        queue = queues[_pair(schedule, message)]
+        begun: list[tuple[Message, bool]] = []
+        while message not in started:
+            first = queue.popleft()
+            started.add(first)
+            begun.append((first, schedule.ranks[first.source] == rank))
+        return begun
+
+    for action in schedule.actions[rank]:
+        needed, sent = ([each for each in messages if _crosses(schedule, each)] for messages in made[action])
+        before = [each for message in needed for each in start_until(message)]
+        if any(is_send for _, is_send in before):
+            raise PlanError(f"{action} of schedule {schedule.name} needs a message that comes after one of its own rank's in their order.")
+        stays = tuple(each for each in made[action][1] if not _crosses(schedule, each))
+        after = [each for message in sent for each in start_until(message)]
+        steps.append(Step(action=action, receives=tuple(each for each, _ in before), awaits=tuple(needed), posts=tuple(after), stays=stays))
+    return tuple(steps)
+
+
+def _crosses(schedule: Schedule, message: Message) -> bool:
+    return schedule.ranks[message.source] != schedule.ranks[message.destination]

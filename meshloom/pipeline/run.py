@@ -1,0 +1,135 @@
+"""Runs one rank's list of actions: forwards and backwards of its stages, and the messages around them.
+
+    before an action    start the receives that come first in the pairs' orders; wait for what the action needs
+    after it            start its sends, which nobody waits for: their memory is let go when they are through
+
+The memory of a microbatch is let go when its backward is done. There is no collective between the first forward and the last backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group, Work
+from meshloom.graph.nodes import Meta
+from meshloom.graph.stages import Crossing
+from meshloom.pipeline.messages import Edge, Message, steps_of
+from meshloom.pipeline.schedule import Action, Schedule
+from meshloom.pipeline.stage import StageRun
+
+
+class Listener(Protocol):
+    """Who is told when actions begin and end."""
+
+    def began(self, action: Action) -> None:
+        """What the action needs is there."""
+        ...
+
+    def ended(self, action: Action) -> None:
+        """It has run; its sends have not begun."""
+        ...
+
+
+class PipelineRun:
+    """Steps of one rank along pp.
+
+    group: the ranks along pp. stages: this rank's, by number. crossings: [microbatch], all that crosses between stages, for its shapes.
+    """
+
+    def __init__(
+        self, schedule: Schedule, group: Group, stages: Mapping[int, StageRun], crossings: Sequence[Sequence[Crossing]], device: torch.device
+    ) -> None:
+        self._group = group
+        self._ranks = schedule.ranks
+        self._stages = stages
+        self._device = device
+        self._values = _values_of(crossings, schedule)
+        self._steps = [(step, _body(step.action, stages)) for step in steps_of(schedule, _edges(crossings))[group.rank]]
+
+    def run(self, listener: Listener | None = None) -> None:
+        """All actions, in order."""
+        arriving: dict[Message, tuple[list[Work], dict[str, Tensor]]] = {}
+        sending: deque[tuple[Work, Tensor]] = deque()
+        for step, body in self._steps:
+            for message in step.receives:
+                arriving[message] = self._receive(message)
+            for message in step.awaits:
+                works, tensors = arriving.pop(message)
+                for work in works:
+                    work.wait()
+                self._deliver(message, tensors)
+            if listener:
+                listener.began(step.action)
+            made = body(step.action.microbatch)
+            if listener:
+                listener.ended(step.action)
+            for message in step.stays:
+                self._deliver(message, {name: made[name] for name, _ in self._values[message]})
+            for message, is_send in step.posts:
+                if is_send:
+                    self._send(message, made, sending)
+                else:
+                    arriving[message] = self._receive(message)
+            while sending and sending[0][0].is_finished():
+                sending.popleft()[0].wait()
+        while sending:
+            sending.popleft()[0].wait()
+
+    def _receive(self, message: Message) -> tuple[list[Work], dict[str, Tensor]]:
+        source = self._ranks[message.source]
+        tensors = {name: torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self._device) for name, meta in self._values[message]}
+        return [self._group.recv(_flat(tensor), source) for tensor in tensors.values()], tensors
+
+    def _send(self, message: Message, made: Mapping[str, Tensor], sending: deque[tuple[Work, Tensor]]) -> None:
+        for name, meta in self._values[message]:
+            value = made[name]
+            if value.stride() != meta.stride:
+                value = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=value.device).copy_(value)
+            flat = _flat(value)
+            sending.append((self._group.send(flat, self._ranks[message.destination]), flat))
+
+    def _deliver(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
+        stage = self._stages[message.destination]
+        if message.destination > message.source:
+            stage.give(message.microbatch, tensors)
+        else:
+            stage.give_gradients(message.microbatch, tensors)
+
+
+def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], dict[str, Tensor]]:
+    stage = stages[action.stage]
+    return {"F": stage.forward, "B": stage.backward, "I": stage.input_gradients, "W": stage.weight_gradients}[action.kind]
+
+
+def _values_of(crossings: Sequence[Sequence[Crossing]], schedule: Schedule) -> dict[Message, list[tuple[str, Meta]]]:
+    """Message -> the tensors in it, in order. Empty ones are not sent."""
+    split = schedule.split
+    found: dict[Message, list[tuple[str, Meta]]] = {}
+    for microbatch, of_size in enumerate(crossings):
+        for each in of_size:
+            forward = Message(each.source, each.destination, microbatch, Action(each.source, "F", microbatch))
+            found.setdefault(forward, []).append((each.value, each.meta))
+            made_by = Action(each.destination, "I" if (each.destination, microbatch) in split else "B", microbatch)
+            back = found.setdefault(Message(each.destination, each.source, microbatch, made_by), [])
+            if each.meta.requires_grad:
+                back.append((each.value, each.meta))
+    return found
+
+
+def _edges(crossings: Sequence[Sequence[Crossing]]) -> list[Edge]:
+    back: dict[tuple[int, int], bool] = {}
+    for of_size in crossings:
+        for each in of_size:
+            key = each.source, each.destination
+            back[key] = back.get(key, False) or each.meta.requires_grad
+    return [Edge(*key, requires) for key, requires in sorted(back.items())]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its memory in order; it has no gaps."""
+    return tensor.as_strided((tensor.numel(),), (1,))

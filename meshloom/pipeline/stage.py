@@ -1,0 +1,129 @@
+"""One stage on its rank: forwards and backwards of its microbatches, and what is alive between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.graph.stages import Stage
+from meshloom.pipeline.later import Later, with_later_weights
+
+Finish = Callable[[int, Sequence[Any]], Tensor | None]  # microbatch, what the loss returned, flat -> what backward starts from
+_autograd: Any = torch.autograd
+
+
+@dataclass
+class _Live:
+    """A microbatch between its forward and the end of its backward. What leaves is not kept, only where its gradient comes in."""
+
+    given: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # values of other stages; leaves of the graph here
+    edges: dict[str, Any] = field(default_factory=dict[str, Any])  # value that left -> where its gradient enters the graph
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # the sum of those that came back so far
+    root: Tensor | None = None
+    is_forward: bool = False
+    weights: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+
+class StageRun:
+    """A stage and its parameters on this rank.
+
+    stages: [microbatch], the stage cut for that microbatch's shapes. parameters, buffers: by name, this rank's. group: the ranks along tp, if divided.
+    batch: microbatch -> its tensors by their names in the batch. finish: on the last stage. around: microbatch -> entered around its forward.
+    split: weights' gradients come apart from those of inputs.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Callable[[int], Mapping[str, Tensor]],
+        *,
+        finish: Finish | None = None,
+        group: Group | None = None,
+        split: bool = False,
+        around: Callable[[int], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        self._later = Later()
+        made = {id(each): with_later_weights(each.program, self._later) if split else each.program for each in stages}
+        self._programs = [made[id(each)] for each in stages]
+        self._stages = stages
+        self._parameters, self._buffers = parameters, buffers
+        self._batch, self._finish, self._group, self._around = batch, finish, group, around
+        self._live: dict[int, _Live] = {}
+
+    @property
+    def num_alive(self) -> int:
+        """Microbatches whose activations are held."""
+        return len(self._live)
+
+    @property
+    def num_forward(self) -> int:
+        """Of these, how many have gone forward."""
+        return sum(live.is_forward for live in self._live.values())
+
+    def give(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
+        """Values of an earlier stage; they become leaves here."""
+        stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Live())
+        wants = {each.value: each.meta.requires_grad for each in stage.incoming}
+        for name, value in values.items():
+            live.given[name] = value.detach().requires_grad_(wants[name])
+
+    def forward(self, microbatch: int) -> dict[str, Tensor]:
+        """Of one microbatch, when all that comes in was given: the values that leave."""
+        stage, program = self._stages[microbatch], self._programs[microbatch]
+        live, batch = self._live.setdefault(microbatch, _Live()), self._batch(microbatch)
+        leaves = [live.given[each.value] if each.value in live.given else batch[each.name] for each in program.inputs]
+        with self._around(microbatch) if self._around else nullcontext():
+            values = program.run_flat(self._parameters, self._buffers, leaves, group=self._group)
+        made: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
+        live.is_forward = True
+        live.edges = {name: _autograd.graph.get_gradient_edge(value) for name, value in made.items() if value.requires_grad}
+        if self._finish:
+            live.root = self._finish(microbatch, values[len(made) :])
+        return {name: value.detach() for name, value in made.items()}
+
+    def give_gradients(self, microbatch: int, gradients: Mapping[str, Tensor]) -> None:
+        """Of values that left, from one of the stages that they went to."""
+        known = self._live[microbatch].gradients
+        for name, gradient in gradients.items():
+            known[name] = known[name] + gradient if name in known else gradient
+
+    def backward(self, microbatch: int) -> dict[str, Tensor]:
+        """When all gradients were given: those of what came in, zeros where there is none."""
+        made = self._backward(microbatch)
+        del self._live[microbatch]
+        return made
+
+    def input_gradients(self, microbatch: int) -> dict[str, Tensor]:
+        """The first half of a backward: the same, without what waits for `weight_gradients`."""
+        self._later.collecting = True
+        try:
+            made = self._backward(microbatch)
+        finally:
+            self._later.collecting = False
+        self._live[microbatch] = _Live(weights=self._later.take(), is_forward=True)
+        return made
+
+    def weight_gradients(self, microbatch: int) -> dict[str, Tensor]:
+        """The second half; nothing leaves."""
+        for compute in self._live.pop(microbatch).weights:
+            compute()
+        return {}
+
+    def _backward(self, microbatch: int) -> dict[str, Tensor]:
+        live = self._live[microbatch]
+        edges, gradients = [live.edges[name] for name in live.gradients if name in live.edges], list(live.gradients.values())
+        if live.root is not None:
+            edges, gradients = [*edges, live.root], [*gradients, torch.ones_like(live.root)]
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        return {
+            name: value.grad if value.grad is not None else torch.zeros_like(value) for name, value in live.given.items() if value.requires_grad
+        }  # fmt: skip

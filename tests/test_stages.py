@@ -1,0 +1,183 @@
+"""A pipeline computes what one device does: any model, cut anywhere, under every schedule, with uneven microbatches and dropout."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from meshloom.errors import PlanError
+from meshloom.graph.capture import capture
+from meshloom.graph.cost import costs
+from meshloom.graph.cut import choose_cuts
+from meshloom.graph.program import Program
+from meshloom.graph.stages import cut_into_stages
+from meshloom.pipeline.builders import KINDS, make_schedule
+from meshloom.pipeline.check import most_in_flight
+from tests.families import FAMILIES
+from tests.families.limits import FLOAT32_ONLY, NOT_READ
+from tests.jobs import make_job
+from tests.pipelines import Ran, Subject, evenly, run_pipeline, subject_of
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+LIMIT = 1e-10
+SIZES = (3, 2, 2, 1, 3, 1, 2, 2)  # samples of the microbatches
+# Tied weights, cross attention with tied embeddings, skips, batch norm, sparse features, experts, two losses.
+COVERING = ("gpt2", "t5", "u_net", "conv2d", "recommendation", "mixtral", "two_towers", "lstm")
+
+
+@cache
+def family(name: str, num_microbatches: int, *, even: bool = False) -> Subject:
+    job = FAMILIES[name].make_job(True)
+    data = job.data()
+    sizes = [2] * num_microbatches if even else SIZES[:num_microbatches]
+    batches: list[Any] = []
+    at = 0
+    for size in sizes:
+        batches.append(default_collate([data[(at + each) % len(data)] for each in range(size)]))
+        at += size
+    return subject_of(job, batches)
+
+
+def check(ran: Ran) -> None:
+    assert ran.error <= LIMIT, f"{ran.what}: {ran.error:.1e}"
+
+
+@pytest.mark.parametrize("schedule", KINDS)
+@pytest.mark.parametrize("name", COVERING)
+def test_a_family_in_three_stages_equals_one_device(name: str, schedule: str):
+    subject = family(name, 5, even=name == "conv2d")
+    check(run_pipeline(subject, make_schedule(schedule, 3, 5)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_microbatches", range(1, 9))
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", KINDS)
+@pytest.mark.parametrize("name", COVERING)
+def test_every_schedule_for_any_numbers(name: str, schedule: str, num_ranks: int, num_microbatches: int):
+    check(run_pipeline(family(name, num_microbatches, even=name == "conv2d"), make_schedule(schedule, num_ranks, num_microbatches)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_READ and name not in FLOAT32_ONLY])
+def test_every_family_in_two_ranks_equals_one_device(name: str, schedule: str):
+    check(run_pipeline(family(name, 3, even=True), make_schedule(schedule, 2, 3)))
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn", "gpt"])
+@pytest.mark.parametrize("cut", range(1, 4))
+def test_cut_anywhere(model: str, cut: int):
+    """One operator at a time on either side."""
+    job = make_job(model, "sgd")
+    data = job.data()
+    subject = subject_of(job, [default_collate([data[3 * start + each] for each in range(3)]) for start in range(2)])
+    count = len(subject.programs[0].nodes)
+
+    def at(program: Program, num_stages: int) -> dict[str, int]:
+        return {node.name: int(number >= cut * count // 4) for number, node in enumerate(program.nodes)}
+
+    check(run_pipeline(subject, make_schedule("1f1b", 2, 2), at))
+
+
+@pytest.mark.parametrize("schedule", KINDS)
+def test_what_is_alive_and_what_is_sent(schedule: str):
+    """No more than the schedule's bound is alive, and what is sent is forward bytes plus those of the gradients that come back (R4.2)."""
+    subject = family("gpt2", 6, even=True)
+    made = make_schedule(schedule, 3, 6)
+    ran = run_pipeline(subject, made)
+    assert ran.peaks == most_in_flight(made)
+    for rank, sent in enumerate(ran.sent):
+        expected = 0
+        for stage in ran.crossings:
+            for each in stage.incoming:
+                source, destination = made.ranks[each.source], made.ranks[each.destination]
+                if source != destination:
+                    expected += 6 * each.num_bytes * ((source == rank) + (destination == rank and each.meta.requires_grad))
+        assert sent == expected
+    assert sum(ran.sent) > 0
+
+
+def test_what_is_computed_of_the_batch_does_not_cross():
+    subject = family("bert", 2, even=True)
+    stages = cut_into_stages(subject.programs[0], evenly(subject.programs[0], 4), 4)
+    crossing = [each for stage in stages for each in stage.incoming]
+    assert crossing
+    assert all(each.meta.dtype == torch.float64 for each in crossing)  # no masks, no positions
+    inputs = {each.name for stage in stages for each in stage.program.inputs if not each.name.startswith("from stage")}
+    assert inputs == {each.name for each in subject.programs[0].inputs}
+
+
+def test_chosen_cuts_balance_blocks_and_ends():
+    program = family("llama", 1, even=True).programs[0]
+    cost = costs(program)
+    for count in (2, 3):
+        choice = choose_cuts(program, cost, count)
+        stages = [{choice.stage_of[node.name] for node in program.nodes if node.path.startswith(f"model.layers.{block}.")} for block in range(2)]
+        assert len(choice.stages) == count and all(stage.seconds > 0 for stage in choice.stages)
+        assert set().union(*stages) <= set(range(count))
+        best = min(_worst(program, cost, count, bounds) for bounds in _all_bounds(len(program.nodes), count))
+        assert max(each.seconds for each in choice.stages) <= best * 1.05  # what crosses counts, too
+
+
+def _all_bounds(count: int, stages: int) -> list[tuple[int, ...]]:
+    if stages == 2:
+        return [(end,) for end in range(1, count)]
+    return [(first, second) for first in range(1, count, 3) for second in range(first + 1, count, 3)]
+
+
+def _worst(program: Program, cost: Any, stages: int, bounds: tuple[int, ...]) -> float:
+    """Seconds of the slowest stage by an independent sum."""
+    from meshloom.graph.rates import Rates
+
+    rates = Rates()
+    ends = [0, *bounds, len(program.nodes)]
+    totals: list[float] = []
+    for start, end in pairwise(ends):
+        total = 0.0
+        for node in program.nodes[start:end]:
+            one = cost[node.name]
+            total += max(one.flops / rates.flops_per_second, (one.read_bytes + one.written_bytes) / rates.bytes_per_second)
+            moved = one.backward_read_bytes + one.backward_written_bytes
+            total += max(one.backward_flops / rates.flops_per_second, moved / rates.bytes_per_second)
+        totals.append(total)
+    return max(totals)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_stages": 2, "cuts": ["model.layers.7"]}, "no module of that name runs in the forward. There are model, lm_head"),
+        ({"num_stages": 3, "cuts": ["model.layers.1"]}, "makes 2 stages, and the plan has 3. Name 2."),
+        ({"num_stages": 3, "cuts": ["model.layers.1", "model.layers.0"]}, "model.layers.0 runs before model.layers.1"),
+        ({"num_stages": 10_000}, "and 10000 stages need 9999. Use at most"),
+        ({"num_stages": 2, "memory_bytes": 1000.0}, "No cut into 2 stages fits into 0.0 MiB a rank"),
+    ],
+)
+def test_cuts_that_cannot_be(settings: dict[str, Any], sentence: str):
+    program = family("llama", 1, even=True).programs[0]
+    with pytest.raises(PlanError, match=sentence.replace(".", r"\.")):
+        choose_cuts(program, costs(program), **settings)
+
+
+def test_given_cuts_are_where_the_modules_begin():
+    program = family("llama", 1, even=True).programs[0]
+    choice = choose_cuts(program, costs(program), 2, cuts=["model.layers.1"])
+    for node in program.nodes:
+        if node.path.startswith("model.layers."):
+            assert choice.stage_of[node.name] == int(node.path.startswith("model.layers.1"))
+
+
+def test_a_program_of_one_stage_is_itself():
+    job = make_job("mlp", "sgd")
+    data = job.data()
+    batch = default_collate([data[0], data[1]])
+    program = capture(job, (batch, batch))
+    (stage,) = cut_into_stages(program, dict.fromkeys((node.name for node in program.nodes), 0), 1)
+    assert not stage.incoming and not stage.outgoing
+    assert stage.program.nodes == program.nodes and stage.program.outputs == program.outputs
