@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
+from meshloom.errors import CollectiveError
 from meshloom.graph.capture import capture
 from meshloom.graph.choose import Choice
 from meshloom.graph.cuts import candidates
@@ -31,17 +32,30 @@ from tests.families.limits import NOT_READ
 from tests.families.measure import largest_error
 
 TOLERANCE = 1e-10  # float64; gradients are added up over samples and over ranks in other orders
-COVERING = {"mpt", "distilbert", "resnet", "sew", "layoutlm", "lstm", "u_net", "diffusion"}
-# With one sample, strides of its dimension mean nothing: a convolution's fake has its output in another order of memory than the kernel, and
-# dropout behind it is drawn in that order. The divided program then drops other elements than one device does.
-NO_CHUNK_OF_ONE = {"cvt", "segformer"}
-# Blocks that are alike take some placements from those that are pinned elsewhere; `mobilenet_v2` has parts without a gradient on one rank.
+COVERING = {"opt", "distilbert", "resnet", "sew", "layoutlm", "lstm", "u_net", "diffusion"}
+# With one sample, strides of its dimension mean nothing, so that a convolution's fake may have its output in another order of memory than the
+# kernel, and dropout behind it is drawn in that order: the divided program drops other elements than one device does. Found in `segformer`;
+# the others, too, differ with chunks of one sample and not with two.
+NO_CHUNK_OF_ONE = {"cvt", "dpt", "segformer"}
+# Not all combinations can be had: what stands for something else in a repeated block takes some placements from those that use it.
 UNPINNED = {"mixer", "dpt", "mobilenet_v2"}
+OPEN = {"mobilenet_v2": "in the backward, one rank starts an all_reduce where another starts an all_gather"}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 read = pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if name in COVERING else pytest.mark.slow, id=name) for name, each in FAMILIES.items() if name not in NOT_READ],
+    [
+        pytest.param(
+            each,
+            marks=[
+                *([] if name in COVERING else [pytest.mark.slow]),
+                *([pytest.mark.xfail(reason=OPEN[name], raises=CollectiveError, strict=True)] if name in OPEN else []),
+            ],
+            id=name,
+        )
+        for name, each in FAMILIES.items()
+        if name not in NOT_READ
+    ],
 )
 
 
