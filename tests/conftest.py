@@ -46,6 +46,7 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     environment, previous = dict(os.environ), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="meshloom-tests-") as directory:
         os.environ["TMPDIR"] = tempfile.tempdir = directory
+        os.environ["HOME"] = str(kept)  # what was measured of this machine lies at home, and would decide how models are divided
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept / "torchinductor")  # torch makes one when it is first used
         yield
     tempfile.tempdir = previous

@@ -57,7 +57,7 @@ def test_any_division_of_a_family_equals_one_device(name: str, num_ranks: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "chosen"), zip(READ, itertools.cycle((2, 3, 4)), strict=False))
+@pytest.mark.parametrize(("name", "chosen"), list(zip(READ, itertools.cycle((2, 3, 4)), strict=False)))
 def test_every_family_equals_one_device(name: str, chosen: int):
     subject = subject_of(FAMILIES[name].make_job(True))
     check(subject, chosen, "as a plan would", cheapest)
