@@ -144,7 +144,8 @@ class Replica:
             yield from self._divide(self.division)
         self.exchange = self._open_exchange()
         self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.shards else None)
-        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm, modules_run=self.division is None)
+        changing = self.division.changing if self.division else None
+        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm, changing=changing)
         for _, parameter in self.named:
             self._undo.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
 

@@ -67,3 +67,33 @@ def test_workspace_of_a_recurrent_layer(shape: tuple[int, int, int, int], dtype:
     x = torch.zeros(length, batch, features, dtype=dtype)
     workspace = aten.mkldnn_rnn_layer(x, *weights, state, state.clone(), False, [], 2, hidden, 1, True, False, False, True)[3]
     assert workspace_bytes(length, batch, features, hidden=hidden, itemsize=dtype.itemsize) == workspace.untyped_storage().nbytes()
+
+
+@pytest.mark.usefixtures("silent_export")
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_a_convolution_of_a_viewed_sequence_lies_as_it_does_when_it_runs(num_samples: int):
+    """Views give dims of one element strides by which kernels choose: of a single sample the fake had channels last, and masks were drawn in that order."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        picture = batch.permute(0, 2, 1).view(num_samples, 6, 4, 4)
+        return F.dropout(model(picture), 0.5).square().mean()
+
+    model, batch = nn.Conv2d(6, 5, 3, padding=1), torch.randn(num_samples, 16, 6)
+    program = capture_module(model, loss, (batch, batch + 1))
+    found: dict[str, tuple[int, ...]] = {}
+    program.run(dict(model.named_parameters()), {}, batch, visit=lambda node, value: found.setdefault(node.name, value.stride()))
+    assert {"view", "conv2d", "dropout"} <= {node.operator for node in program.nodes}
+    for node in program.nodes:
+        assert node.outputs[0].stride == found[node.name], node.operator
+
+
+def test_batch_norm_of_one_sample_may_have_wrong_gradients_in_torch():
+    """Why a family is not compared with chunks of one sample: where this no longer holds, it can be."""
+    x, gradient = torch.randn(1, 2, 3, 3, dtype=torch.float64), torch.randn(1, 2, 3, 3, dtype=torch.float64)
+    viewed = gradient.reshape(1, 2, 9).transpose(1, 2).contiguous().transpose(1, 2).reshape(1, 2, 3, 3)
+    found: list[Tensor] = []
+    for each in (gradient, viewed):
+        leaf = x.clone().requires_grad_()
+        found += torch.autograd.grad(F.batch_norm(leaf, None, None, training=True), leaf, each)
+    assert torch.equal(gradient, viewed)
+    assert not torch.allclose(*found)

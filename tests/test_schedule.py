@@ -36,7 +36,7 @@ def bound(name: str, p: int, m: int, v: int, rank: int) -> int:
 
 
 @given(name=NAMES, p=SIZES, m=st.integers(1, 17), v=st.integers(1, 4))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_schedule_is_legal_and_keeps_its_bound(name: str, p: int, m: int, v: int):
     v = stages_per_rank(name, v)
     schedule = make_schedule(name, p, m, v)
@@ -52,7 +52,7 @@ def test_every_schedule_is_legal_and_keeps_its_bound(name: str, p: int, m: int, 
     name=NAMES, p=SIZES, m=st.integers(1, 12), v=st.integers(1, 3), transfer=st.floats(0, 2),
     costs=st.lists(st.floats(0.1, 5), min_size=54, max_size=54), sizes=st.lists(st.floats(0.2, 1), min_size=12, max_size=12),
 )  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_schedules_for_given_durations_are_legal_too(name: str, p: int, m: int, v: int, transfer: float, costs: list[float], sizes: list[float]):
     v = stages_per_rank(name, v)
     durations = Durations(forward=costs[:18], input_gradient=costs[18:36], weight_gradient=costs[36:], transfer=transfer, sizes=sizes[:m])

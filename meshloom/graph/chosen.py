@@ -186,7 +186,7 @@ def _rows(part: Partition, teller: _Teller) -> Iterator[ModuleRow]:
         path, _, own = name.rpartition(".")
         found.setdefault(path, ([], []))[0].append((own, teller.placement(each)))
     for sent in (*sent_in_chunk(mine, 0), *sent_at_the_end(part, 0)):
-        found[paths.get(sent.node, "")][1].append(sent)
+        found.setdefault(paths.get(sent.node, ""), ([], []))[1].append(sent)
     for path, (placements, all_sent) in found.items():
         if placements or all_sent:
             yield ModuleRow(path=path, placements=tuple(placements), sent=_sums(all_sent))

@@ -76,6 +76,12 @@ class Division:
         """Who holds what of every buffer."""
         return self.first.buffers
 
+    @property
+    def changing(self) -> frozenset[str]:
+        """Names of the buffers that running the loss changes."""
+        program = self.first.choice.layout.program
+        return program.in_place | program.updates.keys()
+
     def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[None]:
         """Read the loss of batches like `batch` and decide who holds what. All ranks of `world` call it; batch and model count on its rank 0.
 

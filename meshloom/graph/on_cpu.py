@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 
 class AsOnCPU(TorchDispatchMode):
-    """Around fake tensors on a CPU: the workspace of a recurrent layer, the strides of a batch norm, the loss of an alignment (CTC)."""
+    """Around fake tensors on a CPU: the workspace of a recurrent layer, the strides of a batch norm and of views, the loss of an alignment (CTC)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func in _INSTEAD:
@@ -36,6 +36,16 @@ def _made_contiguous(args: Sequence[Any], value: Any) -> Any:
     return x.new_empty(x.shape, dtype=value[0].dtype), *value[1:]
 
 
+def _viewed(args: Sequence[Any], value: Any) -> Any:
+    """A view has strides for dims of one element, too, and by them kernels choose how their results lie in memory; fakes have others."""
+    if 1 not in value.shape:
+        return value
+    with _disable_current_modes():
+        x = torch.empty_strided(args[0].shape, args[0].stride(), dtype=value.dtype, device="meta")
+        strides = x.view(value.shape).stride()
+    return value if value.stride() == strides else args[0].as_strided(value.shape, strides, value.storage_offset())
+
+
 def alignment_loss(scores: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """scores [frames, batch, letters] or [frames, letters] -> losses [batch] or [], and what backward wants, here as large as it can be.
 
@@ -52,6 +62,8 @@ _FORMATS = {
 _CORRECTIONS: Mapping[Any, Any] = {
     torch.ops.aten.mkldnn_rnn_layer.default: _with_workspace,
     torch.ops.aten.native_batch_norm.default: _made_contiguous,
+    torch.ops.aten.view.default: _viewed,
+    torch.ops.aten._unsafe_view.default: _viewed,
 }
 _INSTEAD: Mapping[Any, Any] = dict.fromkeys((torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor), alignment_loss)
 

@@ -7,7 +7,7 @@ applied in chunk order on every replica, in the same arithmetic, so that the res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,15 +27,15 @@ class RunningStatistics:
     group: the replicas, in chunk order: replica r runs chunks r * m to r * m + m - 1. With one replica there is nothing to do; without any
     buffers nothing is communicated.
     synchronised: microbatch j of all replicas is one chunk, and batch norm layers see to their own statistics.
-    modules_run: whether layers' own forwards run. Where a program runs instead, running statistics are followed like any other buffer.
+    changing: where a program runs instead of the layers' own forwards, the buffers that it changes: running statistics are followed like the others.
     """
 
-    def __init__(self, model: nn.Module, group: Group, *, synchronised: bool = False, modules_run: bool = True) -> None:
+    def __init__(self, model: nn.Module, group: Group, *, synchronised: bool = False, changing: Collection[str] | None = None) -> None:
         self._group = group
-        layers = [(name, module) for name, module in model.named_modules() if tracks(module) and not synchronised and modules_run]
+        layers = [(name, module) for name, module in model.named_modules() if tracks(module) and not synchronised and changing is None]
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
         self._norms = NormStatistics(layers)
-        self._others = Recurrences(model, norm_buffers([module for _, module in layers] + own), joined=synchronised)
+        self._others = Recurrences(model, norm_buffers([module for _, module in layers] + own), joined=synchronised, changing=changing)
         self._active = group.size > 1 and self._norms.length + self._others.length > 0
         self._moving = 0  # elements gathered in the last step because some buffer changed
         self._notes: list[str] = []

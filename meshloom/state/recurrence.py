@@ -10,7 +10,7 @@ form: the chunks of one step would have to run one after another. It is reported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +51,15 @@ class Recurrences:
     """The buffers of `model` that are not in `handled` (identities), over one step's chunks.
 
     joined: all replicas' chunks with one number are one chunk, so that each replica's value is that of a part of it.
+    changing: names of the buffers that every chunk changes, if that is known; otherwise it is seen by their values. Ranks that run chunks
+        together, each with parts of the buffers, have to know: by its values one would run a chunk again and another would not.
     """
 
-    def __init__(self, model: nn.Module, handled: set[int], *, joined: bool) -> None:
+    def __init__(self, model: nn.Module, handled: set[int], *, joined: bool, changing: Collection[str] | None = None) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         self._model = model
         self._joined = joined
+        self._changing = changing
         self._begun = False  # a chunk of this step has run
         self._moving: list[_Buffer] = []
         # This step's chunks: how to run each again, where buffers changed in it, and all buffers' values after it.
@@ -88,6 +91,8 @@ class Recurrences:
             now = buffer.now()
             if now is None or not _fits(now, buffer):
                 buffer.reshaped = True
+            elif self._changing is not None:
+                changed += [(buffer, torch.ones_like(_flat(now), dtype=torch.bool))] if buffer.name in self._changing else []
             elif not _same(now, buffer.last):
                 changed.append((buffer, _differ(now, buffer.last)))
         if any(bool((where & ~buffer.known).any()) for buffer, where in changed if not buffer.dependent) and not self._joined:
@@ -218,7 +223,7 @@ class Recurrences:
         with _restored(self._model):
             base, loss = self._run(buffers, points, again)
             for index, (buffer, where) in enumerate(changed):
-                if buffer.dependent:
+                if buffer.dependent and self._changing is None:
                     continue
                 shifts = _shifts(points[index], base[index])
                 factors: list[Tensor] = []
