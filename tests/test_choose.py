@@ -289,6 +289,18 @@ def test_channels_are_pinned():
     assert found["second.weight"] == (4, 12, 3, 3) and found["first.weight"] == (12, 3, 3, 3)
 
 
+def test_a_pin_that_blocks_divided_alike_cannot_follow_is_followed_by_blocks_that_are_not():
+    """An axis of one block stood for another's, and what lies between them offered the first alone."""
+    layout = subject_of(FAMILIES["mixer"].make_job(True)).layout
+    pins = {"channels.1.0.weight": "dim1"}
+    made = choose(layout, 2, RATES, placements=pins)
+    pinned = layout.program.parameters["channels.1.0.weight"]
+    pieces = made.pieces(pinned.value, made.variables[pinned.value])
+    assert pieces.local_shape(0)[0] == pinned.meta.shape[0] and pieces.local_shape(0)[1] < pinned.meta.shape[1]
+    again = choice_of_numbers(layout, 2, numbers_of_choice(made), placements=pins)
+    assert (again.strategies, again.variables) == (made.strategies, made.variables)
+
+
 def test_a_tied_matrix_is_pinned_by_what_the_named_module_does():
     layout = layout_by_shapes(lambda: GPT(tied=True), next_token, tokens())
     assert shapes_of(choose(layout, 2, FAST, placements={"head": "row"}))["token.weight"] == (30, 8)

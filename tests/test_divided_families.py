@@ -35,8 +35,6 @@ COVERING = {"opt", "distilbert", "resnet", "sew", "layoutlm", "lstm", "u_net", "
 # torch's batch norm has wrong gradients on the CPU where the picture of a single sample and its gradient lie in memory in different orders
 # (tests/test_on_cpu.py shows it), so that one device is no reference.
 NO_CHUNK_OF_ONE = {"cvt"}
-# Not all combinations can be had: what stands for something else in a repeated block takes some placements from those that use it.
-UNPINNED = {"mixer", "dpt"}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 read = pytest.mark.parametrize(
@@ -58,13 +56,12 @@ read = pytest.mark.parametrize(
 @read
 def test_replicas_of_divided_models_equal_one_device(family: Family):
     job = replace(family.make_job(True), batch_size=4 if family.name in NO_CHUNK_OF_ONE else 3)
-    pins = {} if family.name in UNPINNED else pins_of(drawn(job, chunk_size=2, num_ranks=2))
+    pins = pins_of(drawn(job, chunk_size=2, num_ranks=2))
     report = verify(lifted(job), Plan(dp=2, tp=2, tp_placements=pins), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
     assert report.passed, report.causes
     assert largest_error(report) <= TOLERANCE
-    if pins:
-        assert (max(report.owned) < 1) == any(pin != "replicated" for pin in pins.values())
+    assert (max(report.owned) < 1) == any(pin != "replicated" for pin in pins.values())
 
 
 def drawn(job: Job, *, chunk_size: int, num_ranks: int) -> Choice:

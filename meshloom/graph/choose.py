@@ -16,7 +16,7 @@ from meshloom.graph.cuts import Numbers, pieces_of
 from meshloom.graph.layout import Layout
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import Part, Placement
-from meshloom.graph.problem import Held, Problem
+from meshloom.graph.problem import Held, NoWayError, Problem
 from meshloom.graph.rates import Rates, default_rates, rates_here
 from meshloom.graph.strategies import Strategy
 
@@ -27,7 +27,7 @@ __all__ = ["Choice", "Held", "Rates", "changes_of", "choice_of_numbers", "choose
 class Choice:
     """How a program is divided. strategies: node -> its own. variables: value of a parameter, buffer, input or constant -> placement.
 
-    seconds: what was minimised. chosen: which of its options each variable and node has, in order.
+    seconds: what was minimised. chosen: 1 if blocks that are alike were divided alike, else 0; then which of its options each variable and node has, in order.
     """
 
     num_ranks: int
@@ -67,15 +67,15 @@ def choose(
     priced: `costs` of the program, if they are known already.
     Raises `PlanError` if that leaves no way.
     """
-    problem = Problem(
-        layout,
-        num_ranks,
-        rates=rates or default_rates(layout.program.device.type),
-        costs=priced or costs(layout.program),
-        held=held,
-        pins=None if held is not None else placements,
-    )
-    return _choice(problem, *problem.solve(memory_bytes))
+    price = rates or default_rates(layout.program.device.type)
+    known = priced or costs(layout.program)
+    pins = None if held is not None else placements
+    problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=pins)
+    try:
+        return _choice(problem, *problem.solve(memory_bytes))
+    except NoWayError:
+        problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=pins, alike=False)
+        return _choice(problem, *problem.solve(memory_bytes))
 
 
 def rates_for(layout: Layout, num_ranks: int) -> Rates:
@@ -96,7 +96,9 @@ def choice_of_numbers(
     layout: Layout, num_ranks: int, numbers: Sequence[int], *, held: Held | None = None, placements: Mapping[str, str] | None = None
 ) -> Choice:
     """The choice that another rank made for the same program, under the same `held` and `placements`."""
-    return _choice(Problem(layout, num_ranks, rates=Rates(), held=held, pins=None if held is not None else placements), numbers, 0.0)
+    alike, *taken = numbers
+    pins = None if held is not None else placements
+    return _choice(Problem(layout, num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(alike)), taken, 0.0)
 
 
 def changes_of(choice: Choice) -> Iterable[tuple[str, Placement, Placement]]:
@@ -119,5 +121,5 @@ def _choice(problem: Problem, numbers: Sequence[int], seconds: float) -> Choice:
         strategies={name: row[at][0] for (name, row), at in zip(problem.strategies.items(), numbers[split:], strict=True)},
         variables={value: row[at][0] for (value, row), at in zip(problem.options.items(), numbers[:split], strict=True)},
         seconds=seconds,
-        chosen=tuple(numbers),
+        chosen=(int(problem.alike), *numbers),
     )

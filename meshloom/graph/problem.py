@@ -34,8 +34,17 @@ from meshloom.graph.strategies import Strategy, strategies_of
 Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
 
 
+class NoWayError(PlanError):
+    """What is asked for cannot be had together."""
+
+
 class Problem:
-    """The ways to divide a program, with what they cost. costs: of its nodes; none: ways are only counted, and cannot be compared."""
+    """The ways to divide a program, with what they cost.
+
+    costs: of its nodes; none: ways are only counted, and cannot be compared.
+    alike: blocks that are alike are divided alike. It makes the problem smaller, and leaves out ways in which what lies around a block would have
+        to follow one axis of it where another stands for it.
+    """
 
     def __init__(
         self,
@@ -46,6 +55,7 @@ class Problem:
         costs: Mapping[str, Cost] | None = None,
         held: Held | None = None,
         pins: Mapping[str, str] | None = None,
+        alike: bool = True,
     ) -> None:
         self.layout = layout
         self.num_ranks = num_ranks
@@ -59,15 +69,16 @@ class Problem:
                 self.cuts.setdefault(number, []).append(cut)
         self.pins = Pins(layout, self.numbers, self.cuts, num_ranks, pins or {})
         self._kept_at, self._kept_inside = (kept_operands(layout, costs), kept_within(layout, costs)) if costs else ({}, {})
+        self.alike = alike
         try:
-            self._state(repeats_of(layout, self.numbers, self.pins.marks))
+            self._state(repeats_of(layout, self.numbers, self.pins.marks) if alike else Repeats())
         except _UnlikeError:  # alike, but what is decided of them is not
             self._state(Repeats())
 
     def solve(self, memory_bytes: float | None = None) -> tuple[list[int], float]:
         """Which of its options each variable and node takes, in order, and what that costs. memory_bytes: what a rank may hold.
 
-        Raises `PlanError` if there is no way.
+        Raises `NoWayError` if there is no way, `PlanError` if none fits.
         """
         own = [np.array([self.cost[unknown] for unknown in row]) for row in self.choices]
         if memory_bytes is None:
@@ -82,7 +93,7 @@ class Problem:
                     f"and the limit is {_shown(memory_bytes)}. Use a larger tp, or smaller microbatches."
                 ) from None
         if found is None:
-            raise PlanError(f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}")
+            raise NoWayError(f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}")
         taken = {row[value] for row, value in zip(self.choices, found.values, strict=True)}
         options = (*self.options.values(), *self.strategies.values())
         return [next(place for place, (_, unknown) in enumerate(row) if unknown in taken) for row in options], found.total
