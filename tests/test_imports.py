@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +65,12 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports_of(path: Path) -> list[Import]:
     """Every import of a file, type-checking ones and those inside functions included."""
     found: list[Import] = []
@@ -80,7 +86,7 @@ def imports_of(path: Path) -> list[Import]:
         for child in ast.iter_child_nodes(node):
             visit(child, inner)
 
-    visit(ast.parse(path.read_text(encoding="utf-8")), at_import=True)
+    visit(parsed(path), at_import=True)
     return found
 
 
@@ -92,11 +98,19 @@ def _submodule(base: str, name: str) -> str:
     return f"{base}.{name}"
 
 
-def dotted_names(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def dotted_names(path: Path) -> list[tuple[str, int]]:
     """`a.b.c` wherever it is written as an expression, with its line."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node), node.lineno
+    found: list[tuple[str, int]] = []
+    for node in ast.walk(parsed(path)):
+        names: list[str] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            names.append(inner.attr)
+            inner = inner.value
+        if names and isinstance(inner, ast.Name):
+            found.append((".".join([inner.id, *reversed(names)]), inner.lineno))
+    return found
 
 
 def test_every_room_stands_in_the_order():
