@@ -33,7 +33,7 @@ from tests.families.measure import largest_error
 TOLERANCE = 1e-10  # float64; gradients are added up over samples and over ranks in other orders
 COVERING = {"opt", "distilbert", "resnet", "sew", "layoutlm", "lstm", "u_net", "diffusion"}
 # torch's batch norm has wrong gradients on the CPU where the picture of a single sample and its gradient lie in memory in different orders
-# (tests/test_on_cpu.py shows it), so that one device is no reference.
+# (tests/test_on_cpu.py shows it), so that one device is no reference. Its second batch would be a short one.
 NO_CHUNK_OF_ONE = {"cvt"}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -57,7 +57,9 @@ read = pytest.mark.parametrize(
 def test_replicas_of_divided_models_equal_one_device(family: Family):
     job = replace(family.make_job(True), batch_size=4 if family.name in NO_CHUNK_OF_ONE else 3)
     pins = pins_of(drawn(job, chunk_size=2, num_ranks=2))
-    report = verify(lifted(job), Plan(dp=2, tp=2, tp_placements=pins), devices="simulated", steps=2, dtype=torch.float64)
+    report = verify(
+        lifted(job), Plan(dp=2, tp=2, tp_placements=pins), devices="simulated", steps=1 if family.name in NO_CHUNK_OF_ONE else 2, dtype=torch.float64
+    )
     assert report is not None
     assert report.passed, report.causes
     assert largest_error(report) <= TOLERANCE
