@@ -11,6 +11,7 @@ from tests.rule_check import Checked, check_call
 from tests.rule_table import FILE, table
 
 MOST_RANKS = 4
+SUMS_ONLY = {"masked_scatter"}  # has no dim that can be cut; what passes through it are parts of sums
 
 pytestmark = [
     pytest.mark.long,
@@ -49,4 +50,4 @@ def test_parts_are_what_one_device_computes(name: str):
 @pytest.mark.parametrize("name", [*CALLS, *POINTWISE])
 def test_parts_are_what_one_device_computes_whatever_the_shapes(name: str):
     checked = check(name, range(3, 40))
-    assert checked.with_cuts, f"no call of {name} was divided"
+    assert checked.partial if name in SUMS_ONLY else checked.with_cuts, f"no call of {name} was divided"
