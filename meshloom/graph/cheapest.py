@@ -41,7 +41,7 @@ def cheapest(own: Sequence[Floats], changes: Sequence[Change]) -> Found | None:
     shares = [_even(change) for change in changes]
     best, found = math.inf, None
     for turn in range(ROUNDS):
-        rest, rest_changes = [each[keep] for each, keep in zip(own, kept, strict=True)], [_kept(change, kept) for change in changes]
+        rest, rest_changes = [each[keep] for each, keep in zip(own, kept, strict=True)], [kept_of(change, kept) for change in changes]
         least = _least(rest, rest_changes)
         exact = least is not None
         least = least or _least(rest, rest_changes, shares)
@@ -121,7 +121,8 @@ def _together(costs: Floats, itself: Wants, users: Sequence[Wants]) -> Floats:
     return np.where(wanted, costs.reshape([-1] + [1] * len(users)), 0.0)
 
 
-def _kept(change: Change, kept: Sequence[npt.NDArray[np.intp]]) -> Change:
+def kept_of(change: Change, kept: Sequence[npt.NDArray[np.intp]]) -> Change:
+    """The change with the values of each unknown that are left."""
     wants = {user: wants[kept[user]] for user, wants in change.wants.items()}
     return replace(change, costs=change.costs[kept[change.source]], wants=wants)
 

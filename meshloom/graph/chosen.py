@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from meshloom.graph.payload import Collective
 from meshloom.graph.pins import is_meant
 from meshloom.graph.placement import Cut, Part
 from meshloom.graph.strategies import strategies_of
-from meshloom.graph.traffic import Sent, bytes_per_step, num_bytes_of, sent_at_the_end, sent_in_chunk
+from meshloom.graph.traffic import Sent, bytes_per_step, sent_at_the_end, sent_in_chunk
 from meshloom.graph.uses import Uses
 
 
@@ -66,7 +67,7 @@ def account_of(
     choice = part.choice
     program = choice.layout.program
     teller = _Teller(choice, placements or {})
-    sizes = {name: num_bytes_of(each.meta) // each.meta.dtype.itemsize for name, each in program.parameters.items()}
+    sizes = {name: math.prod(each.meta.shape) for name, each in program.parameters.items()}
     divided = {name for name in sizes if not part.parameters[name].is_whole}
     flops = {node.name: costs[node.name].flops + costs[node.name].backward_flops for node in program.nodes}
     all_flops = sum(flops.values()) or 1

@@ -1,7 +1,5 @@
-"""Convolutions that divide their output channels over the ranks, together with the change of placement of their input.
-
-As `linears.py`: backward starts gathering x again (it was not kept), computes dX of all layers, starts its sum over the ranks, and
-computes every dW while that travels. Layers that read the same x, like a residual block's first one and its shortcut, share one collective.
+"""Convolutions that divide their output channels over the ranks, with the change of placement of their input (`gathered.py`): a residual
+block's first layer and its shortcut share one collective.
 """
 
 from __future__ import annotations
@@ -13,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.group import Group
-from meshloom.graph.collectives import Transition, start_gather, start_sum
+from meshloom.graph.gathered import GatheredLayers
 
 aten = torch.ops.aten
 
@@ -53,62 +50,29 @@ class Convolution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatheredConvolutions:
-    """change: of x, to replicated."""
+class GatheredConvolutions(GatheredLayers):
+    """x [b, c, ...], weights w_0 [o_0, c, ...], b_0 [o_0], w_1, ... -> [b, o_i, ...] for each layer."""
 
-    change: Transition
     layers: tuple[Convolution, ...]
 
-    def run(self, group: Group, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """On this rank: x [b, c, ...] or its part, weights w_0 [o_0, c, ...], b_0 [o_0], w_1, ... -> [b, o_i, ...] for each layer."""
-        function: Any = _Layers.apply
-        return function(self, group, x, *weights)
+    def biases(self) -> tuple[bool, ...]:
+        return tuple(layer.biased for layer in self.layers)
 
-    def run_all(self, xs: Sequence[Tensor], *weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """On all ranks at once."""
-        everywhere = self.change.run_all(xs)
-        return [
-            tuple(layer.forward(x, weight, bias) for layer, weight, bias in self.with_weights([column[rank] for column in weights]))
-            for rank, x in enumerate(everywhere)
-        ]
+    def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.layers[layer].forward(x, weight, bias)
 
-    def with_weights(self, weights: Sequence[Tensor]) -> list[tuple[Convolution, Tensor, Tensor | None]]:
-        """Each layer with its weight and bias."""
-        rest = iter(weights)
-        return [(layer, next(rest), next(rest) if layer.biased else None) for layer in self.layers]
+    def input_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor) -> Tensor:
+        like = x if tuple(x.shape) == tuple(shape) else x.new_empty(shape)  # the kernel asks for the shape of x alone
+        parts = zip(self.layers, gradients, weights, strict=True)
+        dx, *others = (layer.backward(gradient, like, weight, [True, False, False])[0] for layer, gradient, weight in parts)
+        for other in others:
+            dx.add_(other)
+        return dx
 
-
-class _Layers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layers: GatheredConvolutions, group: Group, x: Tensor, *weights: Tensor) -> Any:
-        ctx.layers, ctx.group = layers, group
-        ctx.save_for_backward(x, *weights)
-        whole = start_gather(layers.change.before, group, x)() if layers.change.source == "part" else x
-        return tuple(layer.forward(whole, weight, bias) for layer, weight, bias in layers.with_weights(weights))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        layers: GatheredConvolutions = ctx.layers
-        group: Group = ctx.group
-        x, *weights = ctx.saved_tensors
-        divided = layers.change.source == "part"
-        before = layers.change.before
-        gathering = start_gather(before, group, x) if divided else None
-        all_layers = layers.with_weights(weights)
-        like = x.new_empty(before.shape) if divided else x  # dX asks for the shape of x alone
-        summing = None
-        if ctx.needs_input_grad[2]:
-            dx: Tensor | None = None
-            for gradient, (layer, weight, _) in zip(gradients, all_layers, strict=True):
-                one = layer.backward(gradient, like, weight, [True, False, False])[0]
-                dx = one if dx is None else dx.add_(one)
-            assert dx is not None
-            summing = start_sum(before, group, dx, ours=True)
-        whole = gathering() if gathering else x
-        found: list[Tensor | None] = []
-        for gradient, (layer, weight, bias) in zip(gradients, all_layers, strict=True):
-            at = 3 + len(found)
-            wanted = [False, ctx.needs_input_grad[at], bias is not None and ctx.needs_input_grad[at + 1]]
-            made = layer.backward(gradient, whole, weight, wanted) if any(wanted) else (None, None, None)
-            found += made[1:] if bias is not None else made[1:2]
-        return None, None, summing() if summing else None, *found
+    def weight_gradients(
+        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not any(wanted):
+            return None, None
+        _, of_weight, of_bias = self.layers[layer].backward(gradient, x, weight, [False, *wanted])
+        return of_weight, of_bias

@@ -93,7 +93,7 @@ class _Line:
         nodes = program.nodes
         at = {node.name: number for number, node in enumerate(nodes)}
         free = computed_of_the_batch(program)
-        seconds = [_seconds(costs[node.name], rates) for node in nodes]
+        seconds = [rates.node_seconds(costs[node.name]) for node in nodes]
         given = {each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)} | set(program.constants)
         kept = numpy.zeros(len(nodes))
         seen: set[str] = set()
@@ -109,7 +109,7 @@ class _Line:
             for ref in node.operands():
                 if ref.name in variables and ref.name not in held:
                     held.add(ref.name)
-                    weights[number] += _bytes(variables[ref.name].meta.shape, variables[ref.name].meta.dtype.itemsize)
+                    weights[number] += variables[ref.name].meta.num_bytes
         self.seconds, self.kept, self.weights = _sums(seconds), _sums(kept), _sums(weights)
         last = {name: number for number, node in enumerate(nodes) for name in (ref.name for ref in node.operands())}
         last |= {ref.name: len(nodes) for ref in refs_in(program.outputs)}
@@ -124,7 +124,7 @@ class _Line:
             if len(outputs) != 1:
                 legal[number + 1 : until + 1] = False
                 continue
-            size = _bytes(outputs[0].shape, outputs[0].dtype.itemsize)
+            size = outputs[0].num_bytes
             self.one_way[number + 1 : until + 1] += size
             self.crossing[number + 1 : until + 1] += size * (2 if outputs[0].requires_grad else 1)
         for together in updating(program).values():
@@ -209,18 +209,8 @@ def _given(program: Program, line: _Line, cuts: Sequence[str], num_stages: int) 
     return ends
 
 
-def _seconds(cost: Cost, rates: Rates) -> float:
-    forward = max(cost.flops / rates.flops_per_second, (cost.read_bytes + cost.written_bytes) / rates.bytes_per_second)
-    backward = max(cost.backward_flops / rates.flops_per_second, (cost.backward_read_bytes + cost.backward_written_bytes) / rates.bytes_per_second)
-    return forward + backward
-
-
 def _sums(values: Sequence[float] | numpy.ndarray) -> numpy.ndarray:
     return numpy.concatenate([[0.0], numpy.cumsum(values)])
-
-
-def _bytes(shape: Sequence[int], itemsize: int) -> int:
-    return math.prod(shape) * itemsize
 
 
 def _gib(num_bytes: float) -> str:

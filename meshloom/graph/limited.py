@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshloom.graph.change import Change
-from meshloom.graph.cheapest import SAME, Found, cheapest, cost_of
+from meshloom.graph.cheapest import SAME, Found, cheapest, cost_of, kept_of
 from meshloom.graph.integers import GAP, cheapest_integers
 from meshloom.graph.least import Floats
 
@@ -79,10 +79,7 @@ def _between(
         return best
     kept = [np.flatnonzero(each - price * limit <= total - SAME * abs(total)) for each in priced.with_each]
     kept = [keep if len(keep) else np.array([value]) for keep, value in zip(kept, under, strict=True)]
-    rest = [
-        replace(change, costs=change.costs[kept[change.source]], wants={user: wants[kept[user]] for user, wants in change.wants.items()})
-        for change in changes
-    ]
+    rest = [kept_of(change, kept) for change in changes]
     better = cheapest_integers(
         [each[keep] for each, keep in zip(own, kept, strict=True)],
         rest,

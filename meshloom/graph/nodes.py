@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,11 @@ class Meta:
     dtype: torch.dtype
     stride: tuple[int, ...]
     requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -86,6 +92,15 @@ class Input:
     value: str
     name: str
     meta: Meta
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In elements, of a tensor that lies in memory row by row; dims of no elements count like any others.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def refs_in(value: Any) -> Iterator[Ref]:

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from meshloom.graph.choose import Choice, Held
-from meshloom.graph.collectives import Joint, Kind, Transition
+from meshloom.graph.collectives import Joint, Transition
 from meshloom.graph.contexts import Context
 from meshloom.graph.cuts import pieces_of, runs_of
 from meshloom.graph.fuse import with_gathered_layers
 from meshloom.graph.layout import axes_of
-from meshloom.graph.nodes import Meta, Node, Ref, Variable, refs_in
+from meshloom.graph.nodes import Meta, Node, Ref, Variable, contiguous_strides, refs_in
 from meshloom.graph.pieces import Pieces, Runs
 from meshloom.graph.placement import INVARIANT, PARTIAL, Part, Placement
+from meshloom.graph.price import kind_of
 from meshloom.graph.program import Program
 from meshloom.graph.rules.factors import Sizes
 from meshloom.graph.sliced import PartOfDraw
@@ -83,16 +84,7 @@ def _variable(variable: Variable, pieces: Pieces, rank: int) -> Variable:
 
 def _local(meta: Meta, pieces: Pieces, rank: int) -> Meta:
     shape = pieces.local_shape(rank)
-    return meta if shape == meta.shape else dataclasses.replace(meta, shape=shape, stride=_contiguous(shape))
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
+    return meta if shape == meta.shape else dataclasses.replace(meta, shape=shape, stride=contiguous_strides(shape))
 
 
 class _Builder:
@@ -154,7 +146,7 @@ class _Builder:
         local = _local(meta, after, self.rank)
         made = Node(
             name=name,
-            target=Transition(source=_kind(source), target=_kind(target), before=before, after=after),
+            target=Transition(source=kind_of(source), target=kind_of(target), before=before, after=after),
             args=(ref,),
             kwargs={},
             # Its value may be wanted with gradients later, whatever the first to want it does.
@@ -196,7 +188,3 @@ class _Builder:
             here=here, whole={label: axis.size for label, axis in mapped.labels.items()}, operands=operands,
             outputs=tuple(output.shape for output in outputs), starts=starts, runs=held, rank=self.rank,
         )  # fmt: skip
-
-
-def _kind(placement: Placement) -> Kind:
-    return "part" if isinstance(placement, Part) else "partial" if placement == PARTIAL else "invariant"

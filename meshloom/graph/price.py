@@ -31,10 +31,7 @@ def change_seconds(
             calls.append(elements_of_gather(before, whole(before.shape, before.num_ranks), 0))
     except ValueError:  # parts that overlap in more than one dim
         return None
-    item = meta.dtype.itemsize
-    size = item
-    for length in meta.shape:
-        size *= length
+    item, size = meta.dtype.itemsize, meta.num_bytes
     seconds = sum(rates.collective_seconds(call[0], call[1] * item, before.num_ranks) for call in calls if call is not None)
     if meta.requires_grad and calls[1] is not None:
         collective, count = calls[1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from meshloom.comm.group import Group
 from meshloom.errors import CaptureError
@@ -81,13 +81,13 @@ class Program:
         leaves = leaves_of(batch).tensors
         self._check_batch(leaves)
         flat = [leaves[each.name] for each in self.inputs]
-        return self._runner(device, dtype, visiting=visit is not None).run(parameters, buffers, flat, visit, group)
+        return tree_unflatten(self._runner(device, dtype, visiting=visit is not None).run(parameters, buffers, flat, visit, group), self.out_spec)
 
     def run_flat(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], *, group: Group | None = None
     ) -> list[Any]:
         """As `run` where it was captured, for the tensors of `inputs` in order: what it returns, flat. Shapes are not looked at."""
-        return self._runner(None, None, visiting=False).run_flat(parameters, buffers, inputs, None, group)
+        return self._runner(None, None, visiting=False).run(parameters, buffers, inputs, None, group)
 
     def _runner(self, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool) -> Runner:
         where = torch.device(device) if device is not None else self.device

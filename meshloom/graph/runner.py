@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
 from meshloom.comm.group import Group
 from meshloom.errors import CaptureError
@@ -61,7 +61,6 @@ class Runner:
         self._buffers = [each.name for each in _used(program, program.buffers)]
         self._updates = list(program.updates)
         self._num_outputs = len(program.outputs)
-        self._out_spec = program.out_spec
         self._constants = constants
         self._device = device
         self._dtype = dtype
@@ -74,19 +73,8 @@ class Runner:
         leaves: Iterable[Tensor],
         visit: Any = None,
         group: Group | None = None,
-    ) -> Any:
-        """As `Program.run`; leaves: the batch's tensors in order."""
-        return tree_unflatten(self.run_flat(parameters, buffers, leaves, visit, group), self._out_spec)
-
-    def run_flat(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        leaves: Iterable[Tensor],
-        visit: Any = None,
-        group: Group | None = None,
     ) -> list[Any]:
-        """The same without arranging what it returns."""
+        """As `Program.run_flat`; leaves: the batch's tensors in order. visit: as for `Program.run`."""
         dtype = self._dtype
         inputs = [leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None) for leaf in leaves]
         state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]

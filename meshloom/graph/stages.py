@@ -10,7 +10,6 @@ positions) does not cross: every stage that wants it computes it from the batch,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import skip_draws
-from meshloom.graph.nodes import Input, Meta, Node, Ref, refs_in
+from meshloom.graph.nodes import Input, Meta, Node, Ref, contiguous_strides, refs_in
 from meshloom.graph.program import Program
 
 
@@ -35,7 +34,7 @@ class Crossing:
     @property
     def num_bytes(self) -> int:
         """One way."""
-        return math.prod(self.meta.shape) * self.meta.dtype.itemsize
+        return self.meta.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,13 +219,9 @@ def _without_gaps(meta: Meta) -> Meta:
     count = 1
     for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
         if size != 1 and stride != count:
-            return replace(meta, stride=_contiguous(meta.shape))
+            return replace(meta, stride=contiguous_strides(meta.shape))
         count *= size
     return meta
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _is_tensor(node: Any) -> bool:

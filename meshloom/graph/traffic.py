@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshloom.graph.collectives import Transition
-from meshloom.graph.convolutions import GatheredConvolutions
-from meshloom.graph.linears import GatheredLinears
+from meshloom.graph.gathered import GatheredLayers
 from meshloom.graph.nodes import Meta, Node, refs_in
 from meshloom.graph.operators import CrossEntropyOfPart
 from meshloom.graph.partition import Partition
@@ -66,7 +65,7 @@ def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> di
     return totals
 
 
-_TALKING = (Transition, GatheredLinears, GatheredConvolutions, CrossEntropyOfPart, LogSoftmaxOfPart, RecurrentOfPart)
+_TALKING = (Transition, GatheredLayers, CrossEntropyOfPart, LogSoftmaxOfPart, RecurrentOfPart)
 
 
 def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, backward: bool) -> Iterator[tuple[Collective, int]]:
@@ -93,7 +92,7 @@ def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, ba
             yield collective, count * item
         return
     change = target if isinstance(target, Transition) else target.change
-    if isinstance(target, GatheredLinears | GatheredConvolutions) and backward:
+    if isinstance(target, GatheredLayers) and backward:
         if change.source == "part":
             yield "all_gather", elements_of_gather(change.before, whole(change.before.shape, change.before.num_ranks), rank)[1] * item
         if meta.requires_grad:
@@ -121,11 +120,3 @@ def _metas(program: Program) -> dict[str, tuple[Meta, ...]]:
     for name, constant in program.constants.items():
         found[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=tuple(constant.stride()), requires_grad=False),)
     return found | {node.name: node.outputs for node in program.nodes}
-
-
-def num_bytes_of(meta: Meta) -> int:
-    """Bytes of a tensor."""
-    total = meta.dtype.itemsize
-    for size in meta.shape:
-        total *= size
-    return total

@@ -66,6 +66,7 @@ def steps_of(schedule: Schedule, edges: Iterable[Edge], durations: Durations | N
 
 def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[Action, tuple[list[Message], list[Message]]]:
     """Action -> messages that it needs, and messages that it makes; also those that stay on a rank."""
+    split = schedule.split
     found: dict[Action, tuple[list[Message], list[Message]]] = {action: ([], []) for _, action in schedule}
     for edge in edges:
         for number in range(schedule.num_microbatches):
@@ -73,7 +74,6 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[Action, tuple[l
             found[forward.made_by][1].append(forward)
             found[Action(edge.destination, "F", number)][0].append(forward)
             if edge.back:
-                split = schedule.split
                 made_by = Action(edge.destination, "I" if (edge.destination, number) in split else "B", number)
                 back = Message(edge.destination, edge.source, number, made_by)
                 found[made_by][1].append(back)
