@@ -16,6 +16,8 @@ from typing import Any
 from meshloom.errors import PlanError
 from meshloom.mesh import Mesh
 
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages a rank; of interleaved at least
+RECOMPUTE = ("none", "full", "selective")
 PLACEMENTS = ("column", "row", "vocabulary", "heads", "channels", "replicated")
 
 
@@ -50,6 +52,7 @@ class Plan:
     """How one global batch becomes work for several ranks.
 
     dp: replicas; the batch is split over them.
+    pp: ranks that each hold some stages of a replica: consecutive parts of what the loss computes.
     tp: ranks that divide each replica's parameters and what is computed with them.
     microbatches: pieces that each replica computes one after another, accumulating gradients.
     zero: 0, every replica owns all optimizer state; 1, each owns and updates one dp-th of it.
@@ -59,8 +62,12 @@ class Plan:
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     tp_placements: pattern of module names -> how the parameters of those modules and of all inside are divided over tp: `column` (out
         features), `row` (in features), `vocabulary`, `heads`, `channels`, `dim0`, `dim1`, ..., or `replicated`. Others are chosen by cost.
-    memory_bytes: what a rank along tp may hold of parameters, gradients, optimizer state and kept activations; the division is chosen so. 0: no limit.
-        As text also with a unit: memory_bytes=8GiB.
+    memory_bytes: what a rank along pp and tp may hold of parameters, gradients, optimizer state and kept activations; cuts and division are chosen so.
+        0: no limit. As text also with a unit: memory_bytes=8GiB.
+    schedule: in which order the ranks along pp compute: gpipe, 1f1b, interleaved, zb-h1 or zb-v.
+    virtual_stages: stages of each rank along pp. 0: as many as the schedule has at least.
+    cuts: modules that begin the stages after the first, in order: cuts=blocks.4+blocks.8. Empty: chosen so that the slowest stage is fastest.
+    recompute: what backward needs of forward is kept (none), computed again block by block (full), or computed again where that is cheap (selective).
 
     >>> Plan(dp=4, microbatches=2)
     Plan('dp=4,microbatches=2')
@@ -68,9 +75,12 @@ class Plan:
     True
     >>> Plan(tp=2, tp_placements={"blocks.*.up": "column", "head": "vocabulary"})
     Plan('dp=1,tp=2,tp_placements=blocks.*.up:column+head:vocabulary')
+    >>> Plan.parse("dp=2,pp=2,microbatches=4,schedule=zb-v").num_stages
+    4
     """
 
     dp: int = 1
+    pp: int = 1
     tp: int = 1
     microbatches: int = 1
     zero: int = 0
@@ -80,16 +90,22 @@ class Plan:
     keyed_draws: bool = False
     tp_placements: Mapping[str, str] = Pairs()
     memory_bytes: int = 0
+    schedule: str = "1f1b"
+    virtual_stages: int = 0
+    cuts: tuple[str, ...] = ()
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         if isinstance(self.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may come from JSON
             object.__setattr__(self, "tp_placements", Pairs(self.tp_placements))
+        if isinstance(self.cuts, list):
+            object.__setattr__(self, "cuts", tuple(self.cuts))
         for field in fields(self):
             value = getattr(self, field.name)
             expected = type(field.default)
             if type(value) is not expected:
                 raise PlanError(f"{field.name}={value!r} must be {_describe(expected)}, like {field.name}={_text(field.default)}.")
-        for name in ("dp", "tp", "microbatches", "bucket_bytes"):
+        for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
         if self.memory_bytes < 0:
@@ -100,17 +116,54 @@ class Plan:
             _check_placement(pattern, value)
         if self.tp_placements and self.tp == 1:
             raise PlanError(f"tp_placements={_text(self.tp_placements)} divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out.")
-        if self.memory_bytes and self.tp == 1:
+        if self.memory_bytes and self.tp == 1 and self.pp == 1:
             raise PlanError(
-                f"memory_bytes={self.memory_bytes} is what a division over tp has to keep to, and tp=1. Use tp=2 or more, or leave it out."
+                f"memory_bytes={self.memory_bytes} is what a division over pp or tp has to keep to, and both are 1. "
+                "Use pp=2 or tp=2 or more, or leave it out."
             )
-        if self.sync_batch_norm and self.tp > 1:
-            raise PlanError(f"sync_batch_norm=true works on modules, and tp={self.tp} computes operators. Use tp=1, or sync_batch_norm=false.")
+        self._check_pipeline()
+        if self.sync_batch_norm and self.reads:
+            why = next(f"{name}={getattr(self, name)}" for name in ("tp", "pp", "recompute") if getattr(self, name) not in (1, "none"))
+            raise PlanError(f"sync_batch_norm=true works on modules, and {why} computes operators. Leave {why} out, or use sync_batch_norm=false.")
+
+    def _check_pipeline(self) -> None:
+        for name, known in (("schedule", tuple(SCHEDULES)), ("recompute", RECOMPUTE)):
+            if getattr(self, name) not in known:
+                near = difflib.get_close_matches(getattr(self, name), known, n=1)
+                hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+                raise PlanError(f"{name}={getattr(self, name)} is not known. {hint}")
+        if not all(isinstance(each, str) and each and not any(mark in each for mark in ",+= ") for each in self.cuts):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(f"cuts={self.cuts!r} must be names of modules, like cuts=blocks.4+blocks.8.")
+        if self.pp == 1:
+            for field in fields(self):
+                if field.name in ("schedule", "virtual_stages", "cuts") and getattr(self, field.name) != field.default:
+                    raise PlanError(
+                        f"{field.name}={_text(getattr(self, field.name))} is for a pipeline, and pp=1. Use pp=2 or more, or leave {field.name} out."
+                    )
+        usual, any_more = SCHEDULES[self.schedule], self.schedule == "interleaved"
+        if self.virtual_stages not in (0, usual) and not (any_more and self.virtual_stages > usual):
+            allowed = f"{usual} or more" if any_more else usual
+            raise PlanError(f"virtual_stages={self.virtual_stages} does not go with schedule={self.schedule}, which has {allowed} on each rank.")
+        if self.cuts and len(self.cuts) != self.num_stages - 1:
+            raise PlanError(
+                f"cuts={_text(self.cuts)} makes {len(self.cuts) + 1} stages, and pp={self.pp} with schedule={self.schedule} has {self.num_stages}. "
+                f"Name {self.num_stages - 1} modules."
+            )
 
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks this plan needs."""
-        return Mesh(dp=self.dp, tp=self.tp)
+        return Mesh(dp=self.dp, pp=self.pp, tp=self.tp)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the program of the loss is read and run, instead of the user's modules."""
+        return self.tp > 1 or self.pp > 1 or self.recompute != "none"
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a replica: pp times those of each rank."""
+        return self.pp * (self.virtual_stages or SCHEDULES[self.schedule])
 
     @property
     def num_chunks(self) -> int:
@@ -128,7 +181,7 @@ class Plan:
     @staticmethod
     def parse(text: str) -> Plan:
         """Read the text form: `key=value` joined by `,`."""
-        settings: dict[str, int | bool | Pairs] = {}
+        settings: dict[str, int | bool | str | Pairs | tuple[str, ...]] = {}
         for part in text.split(","):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not key or not value:
@@ -159,7 +212,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Settings that differ from their default, dp always."""
         return {
-            field.name: dict(value) if isinstance(value, Pairs) else value
+            field.name: dict(value) if isinstance(value, Pairs) else list(value) if isinstance(value, tuple) else value
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default or field.name == "dp"
         }
@@ -208,8 +261,12 @@ def _pairs(key: str, text: str) -> Pairs:
     return Pairs(found)
 
 
-def _value(key: str, text: str) -> int | bool | Pairs:
+def _value(key: str, text: str) -> int | bool | str | Pairs | tuple[str, ...]:
     _known(key)
+    if key in ("schedule", "recompute"):
+        return text
+    if key == "cuts":
+        return tuple(each.strip() for each in text.split("+"))
     if key == "tp_placements":
         return _pairs(key, text)
     if key == "memory_bytes":
@@ -241,11 +298,13 @@ def num_bytes_of(text: str) -> int:
 def _text(value: object) -> str:
     if isinstance(value, Pairs):
         return "+".join(f"{pattern}:{way}" for pattern, way in value.items()) or "blocks.*.up:column"
+    if isinstance(value, tuple):
+        return "+".join(value) or "blocks.4+blocks.8"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _describe(kind: type) -> str:
-    return {int: "a whole number", bool: "true or false", Pairs: "pairs of patterns and ways"}[kind]
+    return {int: "a whole number", bool: "true or false", Pairs: "pairs of patterns and ways", str: "a word", tuple: "names of modules"}[kind]
 
 
 def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:

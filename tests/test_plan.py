@@ -28,13 +28,23 @@ plans = st.builds(
     bucket_bytes=counts,
     keyed_draws=st.booleans(),
     memory_bytes=st.integers(0, 10**15),
+    recompute=st.sampled_from(["none", "full", "selective"]),
 )
+pipelines = st.builds(
+    Plan,
+    dp=counts,
+    pp=st.integers(2, 10**6),
+    microbatches=counts,
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]),
+) | st.lists(patterns, min_size=1, max_size=4).map(lambda cuts: Plan(pp=len(cuts) + 1, cuts=tuple(cuts)))
+interleaved = st.builds(Plan, pp=st.integers(2, 9), schedule=st.just("interleaved"), virtual_stages=st.integers(2, 9))
 
 
 def test_the_strategy_covers_every_field():
     assert all(dataclasses.replace(Plan(), **{field.name: field.default}) == Plan() for field in dataclasses.fields(Plan))
     assert {field.name for field in dataclasses.fields(Plan)} == {
         "dp",
+        "pp",
         "tp",
         "microbatches",
         "zero",
@@ -44,15 +54,19 @@ def test_the_strategy_covers_every_field():
         "keyed_draws",
         "tp_placements",
         "memory_bytes",
+        "schedule",
+        "virtual_stages",
+        "cuts",
+        "recompute",
     }
 
 
-@given(plans)
+@given(plans | pipelines | interleaved)
 def test_text_and_back_is_the_same_plan(plan: Plan):
     assert Plan.parse(str(plan)) == plan
 
 
-@given(plans)
+@given(plans | pipelines | interleaved)
 def test_json_and_back_is_the_same_plan(plan: Plan):
     assert Plan.from_json(json.dumps(plan.to_dict())) == plan
 
@@ -102,10 +116,26 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "tp_placements=up:dimension is no way to divide a module. Known: column, row, vocabulary, heads, channels, replicated, dim0, dim1, ...",
         ),
         ("tp_placements=up:row", "tp_placements=up:row divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out."),
+        ("pp=2,schedule=1f1", "schedule=1f1 is not known. Did you mean 1f1b?"),
+        ("pp=2,schedule=round", "schedule=round is not known. Known: gpipe, 1f1b, interleaved, zb-h1, zb-v."),
+        ("schedule=gpipe", "schedule=gpipe is for a pipeline, and pp=1. Use pp=2 or more, or leave schedule out."),
+        ("cuts=blocks.1", "cuts=blocks.1 is for a pipeline, and pp=1. Use pp=2 or more, or leave cuts out."),
+        ("pp=2,virtual_stages=2", "virtual_stages=2 does not go with schedule=1f1b, which has 1 on each rank."),
+        (
+            "pp=2,schedule=interleaved,virtual_stages=1",
+            "virtual_stages=1 does not go with schedule=interleaved, which has 2 or more on each rank.",
+        ),
+        ("pp=3,cuts=blocks.1", "cuts=blocks.1 makes 2 stages, and pp=3 with schedule=1f1b has 3. Name 2 modules."),
+        ("recompute=some", "recompute=some is not known. Known: none, full, selective."),
+        (
+            "pp=2,sync_batch_norm=true",
+            "sync_batch_norm=true works on modules, and pp=2 computes operators. Leave pp=2 out, or use sync_batch_norm=false.",
+        ),
         ("microbatch=2", "A plan has no setting 'microbatch'. Did you mean microbatches?"),
         (
             "color=2",
-            "A plan has no setting 'color'. Known: dp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, memory_bytes.",
+            "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, "
+            "memory_bytes, schedule, virtual_stages, cuts, recompute.",
         ),
     ],
 )
@@ -171,7 +201,8 @@ def test_memory_is_written_with_a_unit():
         with pytest.raises(PlanError, match=rf"^{text} is no number of bytes\. Write it like 8GiB, 500MB or 4096\.$"):
             num_bytes_of(text)
     with pytest.raises(
-        PlanError, match=r"^memory_bytes=4096 is what a division over tp has to keep to, and tp=1\. Use tp=2 or more, or leave it out\.$"
+        PlanError,
+        match=r"^memory_bytes=4096 is what a division over pp or tp has to keep to, and both are 1\. Use pp=2 or tp=2 or more, or leave it out\.$",
     ):
         Plan(memory_bytes=4096)
     with pytest.raises(PlanError, match=r"^memory_bytes=-1 must be 0 \(no limit\) or more\.$"):
