@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
+from meshloom.comm.seat import Seat
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import agree, collect
 from meshloom.errors import DataError, JobError, TrainingError
@@ -36,7 +37,6 @@ from meshloom.mesh import Axis
 from meshloom.pipeline.run import Listener
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
-from meshloom.seat import Seat
 from meshloom.staged import Staged
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.checkpoint import Piece
@@ -47,7 +47,7 @@ from meshloom.state.model import build_model, copy_from_first, facts, state_of
 from meshloom.state.not_finite import watch_finite
 from meshloom.state.optimizer import Updater
 from meshloom.state.shards import Shards
-from meshloom.tally import Tally
+from meshloom.state.tally import Tally
 
 
 class Observer(Protocol):

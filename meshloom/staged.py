@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
+from meshloom.comm.seat import Seat
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first
@@ -33,7 +34,6 @@ from meshloom.pipeline.microbatches import Microbatches
 from meshloom.pipeline.run import Listener
 from meshloom.pipeline.staging import Staging
 from meshloom.plan import Plan, chunk_sizes
-from meshloom.seat import Seat
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.data import to_device
 from meshloom.state.digest import digest
@@ -193,6 +193,11 @@ class Staged:
         found = yield from self._to_first(tensors, like)
         return {name: found.get(name, each) for name, each in state.items() if name in found or not isinstance(each, Tensor)}
 
+    def _place(self, rank: int) -> str:
+        """A rank of the replica, by its coordinates."""
+        pp, tp = divmod(rank, self.plan.tp)
+        return ",".join(f"{axis}={at}" for axis, at in (("pp", pp), ("tp", tp)) if getattr(self.plan, axis) > 1)
+
     def _to_first(
         self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> Steps[dict[str, Tensor | None]]:
@@ -255,6 +260,6 @@ class Staged:
             for name, value in theirs.items():
                 other, known = first.setdefault(name, (rank, value))
                 if value != known:
-                    places = " and ".join(f"pp={each // self.plan.tp},tp={each % self.plan.tp}" for each in (other, rank))
+                    places = " and ".join(map(self._place, (other, rank)))
                     return f"{name} differs between ranks {places}, which both hold all of it"
         return None
