@@ -157,7 +157,7 @@ def _worst(program: Program, cost: Any, stages: int, bounds: tuple[int, ...]) ->
         ({"num_stages": 3, "cuts": ["model.layers.1"]}, "makes 2 stages, and the plan has 3. Name 2."),
         ({"num_stages": 3, "cuts": ["model.layers.1", "model.layers.0"]}, "model.layers.0 runs before model.layers.1"),
         ({"num_stages": 10_000}, "and 10000 stages need 9999. Use at most"),
-        ({"num_stages": 2, "memory_bytes": 1000.0}, "No cut into 2 stages fits into 0.0 MiB a rank"),
+        ({"num_stages": 2, "memory_bytes": 1000.0}, "No cut into 2 stages fits into 1000 B a rank"),
     ],
 )
 def test_cuts_that_cannot_be(settings: dict[str, Any], sentence: str):
