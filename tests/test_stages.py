@@ -18,6 +18,7 @@ from meshloom.graph.program import Program
 from meshloom.graph.stages import cut_into_stages
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.check import most_in_flight
+from meshloom.pipeline.traffic import traffic_of_ranks
 from tests.families import FAMILIES
 from tests.families.limits import FLOAT32_ONLY, NOT_READ
 from tests.jobs import make_job
@@ -102,6 +103,8 @@ def test_what_is_alive_and_what_is_sent(schedule: str):
                     expected += 6 * each.num_bytes * ((source == rank) + (destination == rank and each.meta.requires_grad))
         assert sent == expected
     assert sum(ran.sent) > 0
+    predicted = traffic_of_ranks([[each for stage in ran.crossings for each in stage.incoming]] * 6, made.ranks)
+    assert sum(each.num_bytes for each in predicted) == sum(ran.sent)
 
 
 def test_what_is_computed_of_the_batch_does_not_cross():

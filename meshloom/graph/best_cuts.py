@@ -144,7 +144,8 @@ def _ends(
 def _best_sharing(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int] | None:
     """Of cuts under which ranks with several stages keep to their memory, the fastest that was found."""
     alike = [limits.memory_bytes / limits.ranks.count(rank) for rank in limits.ranks]
-    tried = [_by_parts(line, limits, start), _fastest(line, limits, alike), _emptied(line, limits, start)]
+    tried = [_by_parts(line, limits, start), _fastest(line, limits, alike)]
+    tried += [_emptied(line, limits, each) for each in (start, _even(line, limits)) if each is not None]
     fitting = [cuts for cuts in tried if cuts is not None and _excess(line, limits, cuts) <= 0]
     improved = [refined(line, limits, cuts, lambda tried: _longest(line, tried)) for cuts in fitting]
     return min(improved, key=lambda cuts: _longest(line, cuts), default=None)
@@ -163,6 +164,13 @@ def _by_parts(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int
                 budgets[stage] = min(budgets[stage], stages[stage] * limits.memory_bytes / holds[rank] * 0.999)
         cuts = _fastest(line, limits, budgets)
     return cuts
+
+
+def _even(line: Intervals, limits: Limits) -> list[int] | None:
+    """The cuts whose largest stage holds least, if all held as many microbatches."""
+    count = max(map(max, limits.in_flight))
+    unlimited = [math.inf] * limits.num_stages
+    return _ends(line, limits, unlimited, lambda row: row.state_bytes + count * row.kept_bytes, numpy.maximum)
 
 
 def _emptied(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int]:
