@@ -375,19 +375,29 @@ class Replica:
             raise DataError(
                 f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over."
             )
-        found = yield from collect(self.seat.world, self._find_not_finite(chunks))
-        rank, where = next(((rank, where) for rank, where in enumerate(found) if where), (0, "the sum over all chunks overflowed"))
+        here: list[Any] | None
+        if self.staged:
+
+            def begin(microbatch: int, around: ExitStack, watched: bool) -> None:
+                self._begin_chunk(chunks[microbatch], around)
+
+            here = yield from self.staged.find_not_finite([self._data(chunk) for chunk in chunks], begin)
+        else:
+            where = self._find_not_finite(chunks)
+            here = [0, where] if where else None
+        found = yield from collect(self.seat.world, here)
+        _, rank, where = min(
+            ((each[0], rank, each[1]) for rank, each in enumerate(found) if each), default=(0, 0, "the sum over all chunks overflowed")
+        )
         raise TrainingError(
             f"The loss of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
             "lower the learning rate, clip gradients, or look at this batch."
         )
 
     def _find_not_finite(self, chunks: Sequence[Chunk]) -> str | None:
-        for name, parameter in held(self.model.named_parameters()).items():
+        for name, parameter in self.model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 return f"whose parameter {name} was not finite before the step"
-        if self.staged:
-            return None
         for chunk in chunks:
             with torch.no_grad(), watch_finite(self.model) as first:
                 loss = self._again(chunk, self._data(chunk))

@@ -24,6 +24,7 @@ from meshloom.comm.values import collect, on_first
 from meshloom.errors import DataError
 from meshloom.graph.division import Division
 from meshloom.graph.loss_programs import LossPrograms, shapes_of
+from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import place
 from meshloom.graph.stages import Stage
 from meshloom.graph.traffic import sent_in_chunk
@@ -192,6 +193,30 @@ class Staged:
         like = shapes_of_tensors({name: each for name, each in state.items() if isinstance(each, Tensor)}, self.shards)
         found = yield from self._to_first(tensors, like)
         return {name: found.get(name, each) for name, each in state.items() if name in found or not isinstance(each, Tensor)}
+
+    def find_not_finite(self, batches: Sequence[Any], begin: Callable[[int, ExitStack, bool], None]) -> Steps[list[Any] | None]:
+        """Where a value became NaN, as [stage, text]; None if it was not here. All ranks of the replica call it. begin: as for `train`."""
+        bad = next((name for name, each in held(self._model.named_parameters()).items() if not bool(torch.isfinite(each).all())), None)
+        everyone = yield from collect(self._team, bad)
+        if any(everyone):
+            return [self.stages[0].number, f"whose parameter {bad} was not finite before the step"] if bad else None
+        found: list[Any] | None = None
+
+        def look(number: int, stage: int, node: Node, value: Any) -> None:
+            nonlocal found
+            if found is None and isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+                where = " at ".join(filter(None, (node.path, str(node.line or ""))))
+                found = [stage, f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}"]
+
+        @contextmanager
+        def around(number: int, stage: int, microbatch: int, again: Callable[[], Any]) -> Iterator[None]:
+            with ExitStack() as stack:
+                begin(number, stack, False)
+                yield
+
+        for number, batch in enumerate(batches):
+            self.microbatches.look(batch, partial(around, number), partial(look, number))
+        return found
 
     def _place(self, rank: int) -> str:
         """A rank of the replica, by its coordinates."""

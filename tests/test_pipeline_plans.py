@@ -99,18 +99,28 @@ def test_evaluation_is_one_devices():
         assert other == pytest.approx(found[0], rel=1e-12)
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("gpt", "adamw"), ("cnn", "sgd"), ("gpt", "muon")])
-def test_a_checkpoint_goes_on_under_any_plan(model: str, optimizer: str, tmp_path: Path):
+GRID = "dp=2,pp=2,tp=2,microbatches=2"
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "saved", "resumed"),
+    [
+        ("gpt", "adamw", f"{GRID},zero=1", ("tp=4,microbatches=4", "dp=1,microbatches=4")),
+        ("cnn", "sgd", "pp=2,microbatches=4,schedule=zb-v", (GRID, "dp=4,zero=1")),
+        pytest.param("gpt", "muon", "dp=1,microbatches=4", (GRID, "pp=3,microbatches=4"), marks=pytest.mark.slow),
+        pytest.param("gpt", "muon", f"{GRID},zero=1", ("tp=3,microbatches=4", "pp=2,microbatches=4,schedule=zb-h1"), marks=pytest.mark.slow),
+        pytest.param("unused_twice", "adamw", f"{GRID},schedule=interleaved", ("tp=2,microbatches=4", "dp=4"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_goes_on_under_any_plan(model: str, optimizer: str, saved: str, resumed: tuple[str, ...], tmp_path: Path):
     job = make_job(model, optimizer)
     with keyed(job, "dp=1,microbatches=4", steps=4) as trainer:  # batch norm sees chunks, so all plans have four
         expected = trainer.fit().last_loss
-    for number, saved_under in enumerate(("dp=2,pp=2,tp=2,microbatches=2,zero=1", "dp=1,microbatches=4", "pp=2,microbatches=4,schedule=zb-v")):
-        directory = tmp_path / str(number)
-        with keyed(job, saved_under, steps=2, out=directory) as trainer:
-            trainer.fit()
-        for plan in ("tp=2,microbatches=4", "dp=1,microbatches=4", "dp=2,pp=2,tp=2,microbatches=2", "dp=4,zero=1", "pp=3,microbatches=4"):
-            with keyed(job, plan, steps=4, resume=directory) as trainer:
-                assert trainer.fit().last_loss == pytest.approx(expected, rel=1e-11)
+    with keyed(job, saved, steps=2, out=tmp_path) as trainer:
+        trainer.fit()
+    for plan in resumed:
+        with keyed(job, plan, steps=4, resume=tmp_path) as trainer:
+            assert trainer.fit().last_loss == pytest.approx(expected, rel=1e-11)
 
 
 def test_ranks_that_drift_apart_are_found():
@@ -133,6 +143,19 @@ def test_mistakes_are_one_sentence():
         keyed(make_job("mlp", "sgd"), "pp=20")
     with pytest.raises(JobError, match=r"looks at all parameters at once, and with pp=2 no rank has them all"):
         keyed(replace(make_job("mlp", "sgd"), optimizer=_All, scheduler=None), "pp=2")
+
+
+def _log_loss(model: torch.nn.Module, batch: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(torch.log(-model(batch["x"]).abs() - 1), batch["y"])
+
+
+def test_a_loss_that_is_not_finite_names_rank_and_operator():
+    for plan, rank in (("pp=2,microbatches=2", 1), ("dp=2,pp=2,tp=2", 4), ("tp=2", 0)):
+        with keyed(replace(make_job("mlp", "sgd"), loss=_log_loss), plan, steps=1) as trainer, pytest.raises(TrainingError) as raised:
+            trainer.fit()
+        text = str(raised.value)
+        assert text.startswith(f"The loss of step 0 is nan: rank {rank}, microbatch 0; the first operator that gives NaN is log in ")
+        assert "test_pipeline_plans.py" in text
 
 
 class _All(torch.optim.SGD):
