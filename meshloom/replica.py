@@ -150,7 +150,8 @@ class Replica:
         filled = [chunk for chunk in chunks if chunk.samples]
         if self.staged:
             yield from self._run_stages(self.staged, filled)
-            work = self.replicas.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
+            # On a communicator of its own: gradients have started to travel, on some replicas more than on others.
+            work = self.seat.statistics.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
         else:
             work = self._run_chunks(filled)
         self.arrivals.append(time.monotonic())

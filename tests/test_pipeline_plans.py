@@ -56,6 +56,13 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     assert max(error.error for step in report.steps for error in step.errors) < 1e-10
 
 
+@pytest.mark.parametrize("plan", ["dp=4,pp=2,microbatches=4,zero=1", "dp=3,pp=2,microbatches=5,schedule=zb-v", "dp=7,tp=2,microbatches=2,zero=1"])
+def test_replicas_with_fewer_chunks_or_none_keep_pace(plan: str):
+    report = verify(make_job("unused_twice", "adamw"), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+
+
 def test_every_parameter_is_owned_once_and_the_rest_is_let_go():
     with keyed(make_job("gpt", "sgd"), "pp=3") as trainer:
         whole = dict(make_job("gpt", "sgd").model().named_parameters())
