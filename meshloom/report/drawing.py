@@ -1,7 +1,7 @@
 """A timeline in the terminal: a row for each rank, boxes as wide as the actions took, what is idle shaded, idle shares at the right.
 
-    rank 0 (dp=0)       ▏F0▏F1·······▏B0   ▏B1      28%   25%   26%
-    rank 1 (dp=0,pp=1)  ···▏F0▏B0   ▏F1▏B1          25%   25%   24%
+rank 0 (dp=0)       ▏F0▏F1·······▏B0   ▏B1      28%   25%   26%
+rank 1 (dp=0,pp=1)  ···▏F0▏B0   ▏F1▏B1          25%   25%   24%
 """
 
 from __future__ import annotations

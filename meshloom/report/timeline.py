@@ -62,7 +62,9 @@ class Timeline:
             done = [span.action for span in row.actions]
             expected = list(self.schedule.actions[row.place.pp])
             if done != expected:
-                place = next((number for number, pair in enumerate(zip(done, expected, strict=False)) if pair[0] != pair[1]), min(len(done), len(expected)))
+                place = next(
+                    (number for number, pair in enumerate(zip(done, expected, strict=False)) if pair[0] != pair[1]), min(len(done), len(expected))
+                )
                 found, due = (str(each[place]) if place < len(each) else "nothing" for each in (done, expected))
                 raise ReportError(f"Action {place} of {row.name} is {found}, and schedule {self.schedule.name} has {due} there.")
 
@@ -72,7 +74,7 @@ class Timeline:
         found: dict[tuple[int, int], tuple[float, float]] = {}
         for row in self.rows:
             start, stop = found.get(_pipeline(row), (float("inf"), float("-inf")))
-            found[_pipeline(row)] = min(start, row.actions[0].start), max(stop, max(span.stop for span in row.actions))
+            found[_pipeline(row)] = min(start, row.actions[0].start), max(stop, row.actions[-1].stop)
         return found
 
     @property
