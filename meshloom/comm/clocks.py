@@ -1,7 +1,7 @@
 """How far the clocks of ranks are apart, measured by messages between rank 0 and each other rank.
 
-    rank 0   sent |------ there ------>|                  came back |
-    rank r                        its clock |----- back ------>|
+    rank 0   sent |------ there ------>              |  came back
+    rank r                      its clock |------ back ------>
 
 The answer was read somewhere between `sent` and `came back` (Cristian, 1989). Of several round trips the fastest says most.
 """
@@ -48,18 +48,22 @@ def clock_offsets(group: Group, round_trips: int = ROUND_TRIPS, clock: Callable[
 def _round_trip(group: Group, other: int, clock: Callable[[], float]) -> Steps[tuple[float, float]]:
     """The offset and its error, on rank 0. Every rank yields twice, whatever its part."""
     message = torch.zeros(1, dtype=torch.float64)
-    started = clock()
-    if group.rank not in (0, other):
+    if group.rank == 0:
+        sent = clock()
+        work = group.send(message, other)
         yield
+        work.wait()
+        work = group.recv(message, other)
         yield
-        return 0.0, 0.0
-    work = group.send(message, other) if group.rank == 0 else group.recv(message, 0)
+        work.wait()
+        came_back = clock()
+        return float(message) - (sent + came_back) / 2, (came_back - sent) / 2
+    work = group.recv(message, 0) if group.rank == other else None
     yield
-    work.wait()
-    if group.rank == other:
-        message.fill_(clock())
-    work = group.recv(message, other) if group.rank == 0 else group.send(message, 0)
+    if work:
+        work.wait()
+        work = group.send(message.fill_(clock()), 0)
     yield
-    work.wait()
-    stopped = clock()
-    return float(message) - (started + stopped) / 2, (stopped - started) / 2
+    if work:
+        work.wait()
+    return 0.0, 0.0
