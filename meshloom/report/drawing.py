@@ -18,6 +18,7 @@ from meshloom.report.timeline import Idle, Row, Timeline, idle_of
 
 MIN_CELLS = 24  # of the grid
 HEADINGS = ("idle", "formula", "own")
+COLUMN = 9  # cells of each of them
 EXPLANATION = "formula: the idle share when all actions of a kind take the same; own: when they take what each stage's took on average"
 WORDS: dict[SpanKind, str] = {
     "F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights", "exchange": "exchange of gradients", "update": "update",
@@ -35,17 +36,16 @@ def print_timeline(timeline: Timeline, console: Console, plan: str = "") -> None
     idle = idle_of(timeline)
     names = [row.name for row in timeline.rows]
     left = max(map(len, names)) + 2
-    right = sum(len(heading) + 2 for heading in HEADINGS)
-    cells = max(MIN_CELLS, console.width - left - right - 1)
+    cells = max(MIN_CELLS, console.width - left - len(HEADINGS) * COLUMN - 1)
     second = cells / max(timeline.stop - timeline.start, 1e-12)  # in cells
     _print(console, Text(headline(timeline, plan)))
-    _print(console, Text(f"{'':{left + cells}}  " + "  ".join(HEADINGS), style="bold"))
+    _print(console, Text(" " * (left + cells) + "".join(f"{heading:>{COLUMN}}" for heading in HEADINGS), style="bold"))
     for row, name, share in zip(timeline.rows, names, idle, strict=True):
         line = Text(f"{name:{left}}")
         line.append_text(_cells(timeline, row, cells, second, ascii_only))
-        line.append("".join(f"  {text:>{len(heading)}}" for text, heading in zip(_percentages(share), HEADINGS, strict=True)))
+        line.append("".join(f"{text:>{COLUMN}}" for text in _percentages(share)))
         _print(console, line)
-    for line in _axis(timeline, cells, second):
+    for line in _axis(timeline, cells, second, ascii_only):
         _print(console, Text(" " * left + line, style=IDLE_STYLE))
     _print(console, _legend(timeline, ascii_only))
     _print(console, Text(EXPLANATION))
@@ -112,14 +112,15 @@ def _box(span: Span, width: int, several: bool, edge: str) -> str:
     return f"{edge}{label:{width - 1}}"
 
 
-def _axis(timeline: Timeline, cells: int, second: float) -> tuple[str, str]:
+def _axis(timeline: Timeline, cells: int, second: float, ascii_only: bool) -> tuple[str, str]:
     """Ticks, and their times from the first forward on."""
-    line, labels = ["─"] * cells, ""
+    dash, mark = "-+" if ascii_only else "─┬"
+    line, labels = [dash] * cells, ""
     length = timeline.stop - timeline.start
     unit, factor = time_unit(length)
     for tick in ticks(length, max(cells // 12, 2)):
         place = min(round(tick * second), cells - 1)
-        line[place] = "┬"
+        line[place] = mark
         text = f"{tick * factor:g}" + (f" {unit}" if tick == 0 else "")
         if place >= len(labels) and place + len(text) <= cells + 2:
             labels = f"{labels:{place}}{text} "

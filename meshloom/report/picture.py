@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.errors import ReportError
-from meshloom.pipeline.spans import ACTION_KINDS, SpanKind
+from meshloom.pipeline.spans import ACTION_KINDS, Span, SpanKind
 from meshloom.report.drawing import EXPLANATION, WORDS, headline, ticks, time_unit
 from meshloom.report.timeline import Row, Timeline, idle_of
 
@@ -89,24 +89,45 @@ def _draw_row(axes: Any, timeline: Timeline, row: Row, number: int) -> None:
 def _write_labels(axes: Any, timeline: Timeline) -> None:
     """One way to write for all boxes of a kind: the longest and largest that fits into most of them. Where it does not fit, nothing is written."""
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
-    forms = [lambda span: span.name] * several + [lambda span: f"{span.kind}{span.microbatch}", lambda span: str(span.microbatch)]
     dots = axes.bbox.width / axes.get_xlim()[1]  # of a second
+    wide = _Widths(axes)
     for kind in COLOURS:
         boxes = [(number, span) for number, row in enumerate(timeline.rows) for span in row.spans if span.kind == kind]
-        ways = [(form, points) for form in (forms if kind in ACTION_KINDS else [lambda span: span.name]) for points in LABEL_POINTS]
-        written: list[Any] = []
-        for form, points in ways if boxes else []:
-            for text in written:
-                text.remove()
-            written = []
-            for number, span in boxes:
-                middle = (span.start + span.stop) / 2 - timeline.start
-                text = axes.text(middle, number, form(span), fontsize=points, ha="center", va="center_baseline")
-                written.append(text)
-                if text.get_window_extent().width > span.seconds * dots - SPACE_DOTS:
-                    written.pop().remove()
-            if len(written) >= MOST * len(boxes):
+        forms = [*[_full_name] * (several or kind not in ACTION_KINDS), *[_short_name, _number] * (kind in ACTION_KINDS)]
+        for form, points in ((form, points) for form in forms for points in LABEL_POINTS):
+            fitting = [(number, span) for number, span in boxes if wide.of(form(span), points) <= span.seconds * dots - SPACE_DOTS]
+            if len(fitting) >= MOST * len(boxes) or (form, points) == (forms[-1], LABEL_POINTS[-1]):
+                for number, span in fitting:
+                    middle = (span.start + span.stop) / 2 - timeline.start
+                    axes.text(middle, number, form(span), fontsize=points, ha="center", va="center_baseline")
                 break
+
+
+class _Widths:
+    """How wide text is, in dots."""
+
+    def __init__(self, axes: Any) -> None:
+        self._axes = axes
+        self._known: dict[tuple[str, float], float] = {}
+
+    def of(self, words: str, points: float) -> float:
+        if (words, points) not in self._known:
+            text = self._axes.text(0.0, 0.0, words, fontsize=points)
+            self._known[words, points] = text.get_window_extent().width
+            text.remove()
+        return self._known[words, points]
+
+
+def _full_name(span: Span) -> str:
+    return span.name
+
+
+def _short_name(span: Span) -> str:
+    return f"{span.kind}{span.microbatch}"
+
+
+def _number(span: Span) -> str:
+    return str(span.microbatch)
 
 
 def _write_idle(axes: Any, timeline: Timeline, width_inches: float) -> None:
