@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -34,7 +34,8 @@ from meshloom.exchange.zero import ZeroOne
 from meshloom.job import Job
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis
-from meshloom.pipeline.run import Listener
+from meshloom.pipeline.recorder import Recorder
+from meshloom.pipeline.spans import SpanKind
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.staged import Staged
@@ -87,7 +88,7 @@ class Replica:
         self.dtype = dtype
         self.replicas = seat.groups["dp"]
         self.observer: Observer | None = None
-        self.listener: Listener | None = None  # who is told of a pipeline's actions
+        self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
         self.model = build_model(job, seat.device, dtype)
         self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
@@ -159,20 +160,26 @@ class Replica:
         if work is not None:
             work.wait()
         total, weight, divisor = self._tally.result(chunks[0].batch)
-        gradients = yield from self.exchange.finish(divisor)
+        with self._span("exchange"):
+            gradients = yield from self.exchange.finish(divisor)
         yield from self._check_finite(step, filled, total, weight)
         for statistics in self.statistics:
             yield from statistics.finish()
         if self.observer:
             mine = yield from self.exchange.full_gradients(gradients)
             self.observer.averaged((yield from self.staged.whole(mine)) if self.staged else mine)
-        norm = yield from self.updater.update(gradients, total / weight)
+        with self._span("update"):
+            norm = yield from self.updater.update(gradients, total / weight)
         for axis, sent in self._sent.items():
             sent.update(self.updater.bytes_per_step(axis))
-        yield from self.exchange.publish()
-        if self.staged:
-            yield from self.staged.published()
+        with self._span("exchange"):
+            yield from self.exchange.publish()
+            if self.staged:
+                yield from self.staged.published()
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
+
+    def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
+        return self.recorder.span(kind) if self.recorder else nullcontext()
 
     def _run_chunks(self, filled: Sequence[Chunk]) -> Work | None:
         """Chunk after chunk, the model's own forward and backward. What is returned makes the tally that of all replicas."""
@@ -206,7 +213,7 @@ class Replica:
             self._begin_chunk(filled[microbatch], around, self.observer if watched else None)
 
         self.exchange.begin_last_chunk()
-        yield from staged.train([self._data(chunk) for chunk in filled], finish=finish, begin=begin, listener=self.listener)
+        yield from staged.train([self._data(chunk) for chunk in filled], finish=finish, begin=begin, listener=self.recorder)
         yield from staged.add_up(self._tally.sums)
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
