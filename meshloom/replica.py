@@ -31,6 +31,7 @@ from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.zero import ZeroOne
 from meshloom.graph.division import Division
+from meshloom.graph.landing import InPlace
 from meshloom.graph.pieces import place
 from meshloom.job import Job, LossFunction
 from meshloom.loss import as_sum
@@ -116,8 +117,11 @@ class Replica:
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
         self._one_chunk = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=seat.device) for is_mean in (False, True)}
+        # With one chunk and one replica autograd already puts a gradient where it belongs.
+        landing = InPlace(lambda parameter: self.exchange.room(parameter)) if plan.num_chunks > 1 else None
+        limit = plan.memory_bytes or None
         self.division = (
-            Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements, memory_bytes=plan.memory_bytes or None)
+            Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements, memory_bytes=limit, landing=landing)
             if seat.team
             else None
         )

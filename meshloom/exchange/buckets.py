@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.errors import TrainingError
+from meshloom.graph.landing import Room
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first bucket leaves early
 
@@ -91,30 +92,28 @@ class GradientBuckets:
             bucket.missing, bucket.started = len(bucket.entries), False
             for entry in bucket.entries:
                 entry.arrived = entry.counted = False
+                entry.parameter.grad = None
         self._completed, self._next, self._last_chunk = [], 0, False
 
     def begin_last_chunk(self) -> None:
         """From now on a complete bucket may start."""
         self._last_chunk = True
 
+    def room(self, parameter: Tensor) -> Room | None:
+        """The parameter's place in its bucket; None if that was sent."""
+        bucket, entry, view = self._place.get(id(parameter), (None, None, None))
+        return None if bucket is None or entry is None or view is None or bucket.started else Room(tensor=view, filled=entry.arrived)
+
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Move `parameter.grad` into its bucket."""
-        gradient = parameter.grad
-        assert gradient is not None
+        """Move `parameter.grad` into its bucket, if there is one and it is not there already."""
+        if parameter.grad is None:
+            return
         bucket, entry, view = self._place[id(parameter)]
         if bucket.started:
             raise TrainingError(
                 f"The gradient of {entry.name} came a second time after it had been sent (re-entrant checkpointing does this). Use overlap=false in the plan."
             )
-        # A gradient itself requires none, so nothing here is recorded.
-        if entry.arrived:
-            view.add_(gradient)
-        elif gradient.layout == torch.strided:
-            view.copy_(gradient)
-        else:
-            view.zero_().add_(gradient)
-        parameter.grad = None
-        entry.arrived = True
+        _move(entry, view)
         if self._last_chunk and not entry.counted:
             entry.counted = True
             bucket.missing -= 1
@@ -148,10 +147,29 @@ class GradientBuckets:
         bucket = self.buckets[self._order[self._next]]
         self._next += 1
         for entry, view in zip(bucket.entries, bucket.views, strict=True):
+            _move(entry, view)  # what nobody has called ready
             if not entry.arrived:
                 view.zero_()
         bucket.started = True
         self._start(bucket)
+
+
+def _move(entry: Entry, view: Tensor) -> None:
+    """Add the parameter's `.grad` to what has arrived."""
+    gradient = entry.parameter.grad
+    if gradient is None:
+        return
+    # A gradient itself requires none, so nothing here is recorded.
+    if gradient is view:
+        pass  # it was computed there, on top of what had arrived
+    elif entry.arrived:
+        view.add_(gradient)
+    elif gradient.layout == torch.strided:
+        view.copy_(gradient)
+    else:
+        view.zero_().add_(gradient)
+    entry.parameter.grad = None
+    entry.arrived = True
 
 
 def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, apart: Collection[str]) -> list[list[tuple[str, nn.Parameter]]]:

@@ -18,10 +18,13 @@ from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first, share
 from meshloom.errors import CaptureError
 from meshloom.graph.choose import Choice, Rates, choice_of_numbers, choose, numbers_of_choice, rates_for
+from meshloom.graph.landed import with_landing
+from meshloom.graph.landing import Landing
 from meshloom.graph.layout import layout_of
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import Pieces
+from meshloom.graph.program import Program
 from meshloom.graph.programs import Programs
 from meshloom.graph.rules.table import rules_with
 from meshloom.graph.traffic import sent_in_chunk
@@ -32,7 +35,7 @@ class Division:
     """The loss of `job` (and functions like it) over the ranks of `group`, which talk in it as they compute.
 
     team: the same ranks, for decisions (CPU tensors). placements, memory_bytes: as for `choose`. rates: default is what was measured on the
-    machine of the rank that chooses, else `default_rates`.
+    machine of the rank that chooses, else `default_rates`. landing: who takes the gradients of linear layers' weights; None: autograd.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Division:
         rates: Rates | None = None,
         placements: Mapping[str, str] | None = None,
         memory_bytes: float | None = None,
+        landing: Landing | None = None,
     ) -> None:
         self._job = job
         self._group = group
@@ -55,8 +59,10 @@ class Division:
         self._rules = rules_with(job.rules)
         self._placements = placements
         self._memory_bytes = memory_bytes
+        self._landing = landing
         self._programs: dict[LossFunction, Programs] = {}
         self._divided: dict[tuple[LossFunction, bool, Any], Partition] = {}
+        self._run: dict[tuple[LossFunction, bool, Any], Program] = {}  # this rank's, as it is run
         self._sent: dict[tuple[LossFunction, bool, Any], Mapping[str, int]] = {}
         self._first: Partition | None = None
 
@@ -105,8 +111,8 @@ class Division:
         training: bool = True,
     ) -> Any:
         """What the loss (or `loss`) returns for `batch`; parameters, buffers: this rank's parts by name. Batches like it are ready."""
-        part = self._divided[loss or self._job.loss, training, _shapes(batch)]
-        return part.programs[self._group.rank].run(parameters, buffers, batch, group=self._group)
+        program = self._run[loss or self._job.loss, training, _shapes(batch)]
+        return program.run(parameters, buffers, batch, group=self._group)
 
     def bytes_of_chunk(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Mapping[str, int]:
         """Bytes that this rank hands to each kind of collective when `run` runs, and its backward if it is a training program's."""
@@ -139,7 +145,10 @@ class Division:
         if any(each != hashes[0] for each in hashes):
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or part
-        self._divided[loss, training, tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)] = part
+        key = loss, training, tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)
+        mine = part.programs[self._group.rank]
+        self._divided[key] = part
+        self._run[key] = with_landing(mine, self._landing) if self._landing and training else mine
 
 
 def _shapes(batch: Any) -> Any:
