@@ -100,9 +100,12 @@ class GradientBuckets:
         self._last_chunk = True
 
     def room(self, parameter: Tensor) -> Room | None:
-        """The parameter's place in its bucket; None if that was sent."""
-        bucket, entry, view = self._place.get(id(parameter), (None, None, None))
-        return None if bucket is None or entry is None or view is None or bucket.started else Room(tensor=view, filled=entry.arrived)
+        """The parameter's place in its bucket; None if it has none, or the bucket was sent."""
+        place = self._place.get(id(parameter))
+        if place is None or place[0].started:
+            return None
+        _, entry, view = place
+        return Room(tensor=view, filled=entry.arrived)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Move `parameter.grad` into its bucket, if there is one and it is not there already."""
@@ -113,7 +116,17 @@ class GradientBuckets:
             raise TrainingError(
                 f"The gradient of {entry.name} came a second time after it had been sent (re-entrant checkpointing does this). Use overlap=false in the plan."
             )
-        _move(entry, view)
+        # A gradient itself requires none, so nothing here is recorded.
+        if parameter.grad is view:
+            pass  # it was computed there, on top of what had arrived
+        elif entry.arrived:
+            view.add_(parameter.grad)
+        elif parameter.grad.layout == torch.strided:
+            view.copy_(parameter.grad)
+        else:
+            view.zero_().add_(parameter.grad)
+        parameter.grad = None
+        entry.arrived = True
         if self._last_chunk and not entry.counted:
             entry.counted = True
             bucket.missing -= 1
@@ -123,7 +136,10 @@ class GradientBuckets:
                     self._start_complete()
 
     def start_rest(self) -> None:
-        """Start every bucket that has not started; what got no gradient is zero."""
+        """Start every bucket that has not started, with gradients that nobody called ready; what got none is zero."""
+        for bucket in self.buckets:
+            for entry in bucket.entries:
+                self.gradient_ready(entry.parameter) if entry.parameter.grad is not None else None
         while self._next < len(self._order):
             self._start_next()
 
@@ -147,29 +163,10 @@ class GradientBuckets:
         bucket = self.buckets[self._order[self._next]]
         self._next += 1
         for entry, view in zip(bucket.entries, bucket.views, strict=True):
-            _move(entry, view)  # what nobody has called ready
             if not entry.arrived:
                 view.zero_()
         bucket.started = True
         self._start(bucket)
-
-
-def _move(entry: Entry, view: Tensor) -> None:
-    """Add the parameter's `.grad` to what has arrived."""
-    gradient = entry.parameter.grad
-    if gradient is None:
-        return
-    # A gradient itself requires none, so nothing here is recorded.
-    if gradient is view:
-        pass  # it was computed there, on top of what had arrived
-    elif entry.arrived:
-        view.add_(gradient)
-    elif gradient.layout == torch.strided:
-        view.copy_(gradient)
-    else:
-        view.zero_().add_(gradient)
-    entry.parameter.grad = None
-    entry.arrived = True
 
 
 def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, apart: Collection[str]) -> list[list[tuple[str, nn.Parameter]]]:
