@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.comm.group import Group
+from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
 from meshloom.exchange.alone import Alone
@@ -103,7 +104,7 @@ def open_exchange(kind: str, model: nn.Module, group: Group, *, overlap: bool) -
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("told", ["as they come", "at the end", "never"])
+@pytest.mark.parametrize("told", ["as they come", "at the end", "as they come and at the end", "never"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", ["alone", "all_reduce", "zero"])
 def test_what_lands_equals_autograd(kind: str, overlap: bool, told: str, sparse: bool):
@@ -112,16 +113,29 @@ def test_what_lands_equals_autograd(kind: str, overlap: bool, told: str, sparse:
         model = Net(sparse=sparse).double()
         exchange = open_exchange(kind, model, group, overlap=overlap)
         model.linear = landing(exchange)
-        for _, each in trainable(model) if told == "as they come" else ():
+        for _, each in trainable(model) if "come" in told else ():
             each.register_post_accumulate_grad_hook(exchange.gradient_ready)
         world.append((model, exchange))
     expected = by_autograd([chunk for replica in range(len(world)) for chunk in chunks_of(replica)], 7.0)
     assert expected["never.weight"] is None
     for _ in range(2):  # nothing is left over from a step
         for replica, (model, exchange) in enumerate(world):
-            train(model, exchange, chunks_of(replica), at_the_end=told == "at the end")
+            train(model, exchange, chunks_of(replica), at_the_end="end" in told)
         for found in averaged([exchange for _, exchange in world], 7.0):
             assert_same(found, expected)  # to 1e-12 in float64: sums have another order
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_is_ready_leaves_before_the_step_is_finished(kind: str):
+    group = RecordedGroup(simulated_groups(2)[0], "dp")
+    model = Net().double()
+    exchange = open_exchange(kind, model, group, overlap=True)
+    model.linear = landing(exchange)
+    train(model, exchange, chunks_of(0), at_the_end=False)
+    assert not group.counts
+    for _, each in trainable(model):
+        exchange.gradient_ready(each)
+    assert sum(count.calls for count in group.counts.values()) == 1  # the next bucket holds a parameter that is never used
 
 
 class Made(TorchDispatchMode):

@@ -108,26 +108,18 @@ class GradientBuckets:
         return Room(tensor=view, filled=entry.arrived)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Move `parameter.grad` into its bucket, if there is one and it is not there already."""
-        if parameter.grad is None:
-            return
+        """Move `parameter.grad` into its bucket, if there is one and it is not there already; in the last chunk, nothing more comes after that."""
         bucket, entry, view = self._place[id(parameter)]
-        if bucket.started:
-            raise TrainingError(
-                f"The gradient of {entry.name} came a second time after it had been sent (re-entrant checkpointing does this). Use overlap=false in the plan."
-            )
-        # A gradient itself requires none, so nothing here is recorded.
-        if parameter.grad is view:
-            pass  # it was computed there, on top of what had arrived
-        elif entry.arrived:
-            view.add_(parameter.grad)
-        elif parameter.grad.layout == torch.strided:
-            view.copy_(parameter.grad)
-        else:
-            view.zero_().add_(parameter.grad)
-        parameter.grad = None
-        entry.arrived = True
-        if self._last_chunk and not entry.counted:
+        if parameter.grad is not None:
+            if bucket.started:
+                raise TrainingError(
+                    f"The gradient of {entry.name} came a second time after it had been sent (re-entrant checkpointing does this). "
+                    "Use overlap=false in the plan."
+                )
+            _add(parameter.grad, view, to_what_arrived=entry.arrived)
+            parameter.grad = None
+            entry.arrived = True
+        if self._last_chunk and entry.arrived and not entry.counted:
             entry.counted = True
             bucket.missing -= 1
             if not bucket.missing:
@@ -167,6 +159,18 @@ class GradientBuckets:
                 view.zero_()
         bucket.started = True
         self._start(bucket)
+
+
+def _add(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:
+    # A gradient itself requires none, so nothing here is recorded.
+    if gradient is view:
+        return  # it was computed there, on top of what had arrived
+    if to_what_arrived:
+        view.add_(gradient)
+    elif gradient.layout == torch.strided:
+        view.copy_(gradient)
+    else:
+        view.zero_().add_(gradient)
 
 
 def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, apart: Collection[str]) -> list[list[tuple[str, nn.Parameter]]]:

@@ -72,7 +72,7 @@ class Exchange(ABC):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Take `parameter.grad`, if there is one (of a sum, not a mean), add it up, and start sending when it is complete.
 
-        Called at the end of every chunk's backward, or once at the end of the last one's. What lies in the parameter's room is not copied.
+        Called when all of a chunk's gradient is there, or once when all of the last one's is. What lies in the parameter's room is not copied.
         """
 
     @abstractmethod
