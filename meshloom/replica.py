@@ -127,7 +127,7 @@ class Replica:
         self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group)
         if self.staged:
             self.statistics = list(self.staged.statistics.values())
-            self._undo.enter_context(self.staged.connect(self.exchange.gradient_ready))
+            self._undo.enter_context(self.staged.connect(self.exchange))
         else:
             self.statistics = [RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm)]
             for _, parameter in self.named:

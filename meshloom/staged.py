@@ -22,7 +22,9 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first
 from meshloom.errors import DataError
+from meshloom.exchange.exchange import Exchange
 from meshloom.graph.division import Division
+from meshloom.graph.landing import InPlace
 from meshloom.graph.loss_programs import LossPrograms, shapes_of
 from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import place
@@ -100,10 +102,10 @@ class Staged:
         """The trainable parameters that this rank updates, by name."""
         return [(name, each) for name, each in self._parameters.items() if each.requires_grad and self.homes.owns(name)]
 
-    def connect(self, ready: Callable[[nn.Parameter], None]) -> ExitStack:
-        """From now on `ready` is called once a step for each of `owned()` whose gradient is complete. Closing what is returned ends it."""
+    def connect(self, exchange: Exchange) -> ExitStack:
+        """From now on `exchange` is told once a step of each of `owned()` whose gradient is complete. Closing what is returned ends it."""
+        self._ready = ready = exchange.gradient_ready
         lent, summed = set(self.homes.lent), set(self.staging.programs.summed)
-        self._ready = ready
         self._summed = [(name, each) for name, each in self.owned() if name in summed]
         now = {id(each) for name, each in self.owned() if name not in lent and name not in summed}
         self._later = [each for name, each in self.owned() if name in lent and name not in summed]
@@ -112,7 +114,9 @@ class Staged:
             if id(parameter) in now:
                 ready(parameter)
 
-        self.microbatches = Microbatches(self.staging, self._model, self._parameters, self.pp, self.tp, self.seat.device, complete)
+        # With one chunk and one replica autograd already puts a gradient where it belongs.
+        landing = InPlace(exchange.room) if self.plan.num_chunks > 1 else None
+        self.microbatches = Microbatches(self.staging, self._model, self._parameters, self.pp, self.tp, self.seat.device, complete, landing)
         undo = ExitStack()
         for _, parameter in self.owned():
             if id(parameter) in now:

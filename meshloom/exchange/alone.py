@@ -32,6 +32,9 @@ class Alone(Exchange):
     def begin_last_chunk(self) -> None:
         pass
 
+    def room(self, parameter: Tensor) -> None:
+        return None
+
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         pass
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.errors import TrainingError
+from meshloom.graph.landing import Room
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first bucket leaves early
 
@@ -91,31 +92,34 @@ class GradientBuckets:
             bucket.missing, bucket.started = len(bucket.entries), False
             for entry in bucket.entries:
                 entry.arrived = entry.counted = False
+                entry.parameter.grad = None
         self._completed, self._next, self._last_chunk = [], 0, False
 
     def begin_last_chunk(self) -> None:
         """From now on a complete bucket may start."""
         self._last_chunk = True
 
+    def room(self, parameter: Tensor) -> Room | None:
+        """The parameter's place in its bucket; None if it has none, or the bucket was sent."""
+        place = self._place.get(id(parameter))
+        if place is None or place[0].started:
+            return None
+        _, entry, view = place
+        return Room(tensor=view, filled=entry.arrived)
+
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Move `parameter.grad` into its bucket."""
-        gradient = parameter.grad
-        assert gradient is not None
+        """Move `parameter.grad` into its bucket, if there is one and it is not there already; in the last chunk, nothing more comes after that."""
         bucket, entry, view = self._place[id(parameter)]
-        if bucket.started:
-            raise TrainingError(
-                f"The gradient of {entry.name} came a second time after it had been sent (re-entrant checkpointing does this). Use overlap=false in the plan."
-            )
-        # A gradient itself requires none, so nothing here is recorded.
-        if entry.arrived:
-            view.add_(gradient)
-        elif gradient.layout == torch.strided:
-            view.copy_(gradient)
-        else:
-            view.zero_().add_(gradient)
-        parameter.grad = None
-        entry.arrived = True
-        if self._last_chunk and not entry.counted:
+        if parameter.grad is not None:
+            if bucket.started:
+                raise TrainingError(
+                    f"The gradient of {entry.name} came a second time after it had been sent (re-entrant checkpointing does this). "
+                    "Use overlap=false in the plan."
+                )
+            _add(parameter.grad, view, to_what_arrived=entry.arrived)
+            parameter.grad = None
+            entry.arrived = True
+        if self._last_chunk and entry.arrived and not entry.counted:
             entry.counted = True
             bucket.missing -= 1
             if not bucket.missing:
@@ -124,7 +128,10 @@ class GradientBuckets:
                     self._start_complete()
 
     def start_rest(self) -> None:
-        """Start every bucket that has not started; what got no gradient is zero."""
+        """Start every bucket that has not started, with gradients that nobody called ready; what got none is zero."""
+        for bucket in self.buckets:
+            for entry in bucket.entries:
+                self.gradient_ready(entry.parameter) if entry.parameter.grad is not None else None
         while self._next < len(self._order):
             self._start_next()
 
@@ -152,6 +159,18 @@ class GradientBuckets:
                 view.zero_()
         bucket.started = True
         self._start(bucket)
+
+
+def _add(gradient: Tensor, view: Tensor, *, to_what_arrived: bool) -> None:
+    # A gradient itself requires none, so nothing here is recorded.
+    if gradient is view:
+        return  # it was computed there, on top of what had arrived
+    if to_what_arrived:
+        view.add_(gradient)
+    elif gradient.layout == torch.strided:
+        view.copy_(gradient)
+    else:
+        view.zero_().add_(gradient)
 
 
 def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, apart: Collection[str]) -> list[list[tuple[str, nn.Parameter]]]:

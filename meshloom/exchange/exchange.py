@@ -3,7 +3,7 @@
 A step of one rank, in order, with other ranks' steps in between (`Steps` yields where it waits for them):
 
     begin_step()
-    for each chunk:  backward -> gradient_ready(parameter), as gradients come out of it
+    for each chunk:  backward -> gradient_ready(parameter), as gradients come out of it; some were computed into room(parameter)
     yield from finish(weight)   -> gradients of what this rank owns, averaged
     (the one optimizer path clips and updates what this rank owns)
     yield from publish()        -> everybody's parameters are up to date
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.graph.landing import Room
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,15 @@ class Exchange(ABC):
         """The next backward is this rank's last one of the step: gradients that are ready may travel."""
 
     @abstractmethod
+    def room(self, parameter: Tensor) -> Room | None:
+        """Where a gradient may be added up without a copy, `.grad` then being that room; None: in a `.grad` like any other."""
+
+    @abstractmethod
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Take `parameter.grad` (of a sum, not a mean) of one chunk, add it up, and start sending when it is complete."""
+        """Take `parameter.grad`, if there is one (of a sum, not a mean), add it up, and start sending when it is complete.
+
+        Called when all of a chunk's gradient is there, or once when all of the last one's is. What lies in the parameter's room is not copied.
+        """
 
     @abstractmethod
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:

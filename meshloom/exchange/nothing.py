@@ -30,6 +30,9 @@ class Nothing(Exchange):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         raise AssertionError("no parameter is updated here")
 
+    def room(self, parameter: Tensor) -> None:
+        return None
+
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         return []
         yield

@@ -19,6 +19,7 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Slice
+from meshloom.graph.landing import Room
 
 
 class ZeroOne(Exchange):
@@ -65,6 +66,9 @@ class ZeroOne(Exchange):
 
     def begin_last_chunk(self) -> None:
         self._buckets.begin_last_chunk()
+
+    def room(self, parameter: Tensor) -> Room | None:
+        return self._buckets.room(parameter)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._buckets.gradient_ready(parameter)

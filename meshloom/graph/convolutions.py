@@ -58,6 +58,9 @@ class GatheredConvolutions(GatheredLayers):
     def biases(self) -> tuple[bool, ...]:
         return tuple(layer.biased for layer in self.layers)
 
+    def lands(self, weight: Tensor) -> bool:
+        return False  # its kernel makes a tensor of its own in any case
+
     def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.layers[layer].forward(x, weight, bias)
 
@@ -70,7 +73,7 @@ class GatheredConvolutions(GatheredLayers):
         return dx
 
     def weight_gradients(
-        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool], landed: tuple[Tensor | None, Tensor | None]
     ) -> tuple[Tensor | None, Tensor | None]:
         if not any(wanted):
             return None, None

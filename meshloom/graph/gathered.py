@@ -30,6 +30,10 @@ class GatheredLayers(ABC):
         """For every layer, whether it has a bias."""
 
     @abstractmethod
+    def lands(self, weight: Tensor) -> bool:
+        """Whether the gradient of a weight or bias is taken by others than autograd."""
+
+    @abstractmethod
     def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What one layer makes of all of x."""
 
@@ -39,9 +43,9 @@ class GatheredLayers(ABC):
 
     @abstractmethod
     def weight_gradients(
-        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool], landed: tuple[Tensor | None, Tensor | None]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Of a layer's weight and bias, those that are wanted. x: all of it."""
+        """Of a layer's weight and bias, those that are wanted by autograd. x: all of it. landed: the parameters themselves, if their gradients land."""
 
     def run(self, group: Group, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         """On this rank: x or its part, then w_0, b_0 (if there is one), w_1, ... -> what each layer gives."""
@@ -66,6 +70,8 @@ class _Layers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layers: GatheredLayers, group: Group, x: Tensor, *weights: Tensor) -> Any:
         ctx.layers, ctx.group = layers, group
+        # The parameters themselves: what was saved comes back as another tensor where activations are recomputed.
+        ctx.landed = [weight if layers.lands(weight) else None for weight in weights]
         ctx.save_for_backward(x, *weights)
         return layers.forwards(start_gather(layers.change.before, group, x)() if layers.change.source == "part" else x, weights)
 
@@ -86,6 +92,7 @@ class _Layers(torch.autograd.Function):
         for layer, (gradient, (weight, bias)) in enumerate(zip(gradients, parted, strict=True)):
             at = 3 + len(found)
             wanted = ctx.needs_input_grad[at], bias is not None and ctx.needs_input_grad[at + 1]
-            made = layers.weight_gradients(layer, gradient, whole, weight, wanted)
+            landed = ctx.landed[at - 3], ctx.landed[at - 2] if bias is not None else None
+            made = layers.weight_gradients(layer, gradient, whole, weight, wanted, landed)
             found += made if bias is not None else made[:1]
         return None, None, summing() if summing else None, *found

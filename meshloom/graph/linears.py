@@ -6,22 +6,30 @@ y_i = x w_i^T + b_i      x comes in parts, or is invariant; every rank has some 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from meshloom.graph.gathered import GatheredLayers
+from meshloom.graph.landing import Landing, may_land
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatheredLinears(GatheredLayers):
-    """x [b*, k], weights w_0 [o_0, k], b_0 [o_0], w_1, ... -> [b*, o_i] for each layer. biased: for every layer, whether it has a bias."""
+    """x [b*, k], weights w_0 [o_0, k], b_0 [o_0], w_1, ... -> [b*, o_i] for each layer. biased: for every layer, whether it has a bias.
+
+    landing: who takes the gradients of weights that are parameters; None: autograd.
+    """
 
     biased: tuple[bool, ...]
+    landing: Landing | None = field(default=None, repr=False, compare=False)
 
     def biases(self) -> tuple[bool, ...]:
         return self.biased
+
+    def lands(self, weight: Tensor) -> bool:
+        return self.landing is not None and may_land(weight)
 
     def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -33,10 +41,22 @@ class GatheredLinears(GatheredLayers):
         return dx.view(shape)
 
     def weight_gradients(
-        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool], landed: tuple[Tensor | None, Tensor | None]
     ) -> tuple[Tensor | None, Tensor | None]:
-        rows = _rows(gradient)
-        return rows.t().mm(_rows(x)) if wanted[0] else None, rows.sum(0) if wanted[1] else None
+        # What was gathered again is not held until later: it was not kept to save memory.
+        landing = self.landing.now if self.landing and self.change.source == "part" else self.landing
+        return weight_gradients(gradient, x, wanted, landing, landed)
+
+
+def weight_gradients(
+    gradient: Tensor, x: Tensor, wanted: tuple[bool, bool], landing: Landing | None, landed: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of a layer's weight and bias, those that are wanted and do not land: gradient [b*, o], x [b*, k] -> [o, k], [o]."""
+    rows, inputs = _rows(gradient), _rows(x)
+    weight, bias = landed
+    if landing and (weight is not None or bias is not None):
+        landing.add(weight, bias, rows, inputs)
+    return rows.t().mm(inputs) if wanted[0] and weight is None else None, rows.sum(0) if wanted[1] and bias is None else None
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from meshloom.comm.group import Group
+from meshloom.graph.landing import Landing
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import Shapes, shapes_of
 from meshloom.graph.nodes import Node
@@ -48,6 +49,7 @@ class Microbatches:
     """A rank's stages and what they run on.
 
     parameters, buffers: this rank's, by name. pp, tp: the ranks along these axes; tp None: there is one. ready: of a parameter whose gradient is complete.
+    landing: who takes the gradients of linear layers' weights; None: autograd.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class Microbatches:
         tp: Group | None,
         device: torch.device,
         ready: Callable[[nn.Parameter], None],
+        landing: Landing | None = None,
     ) -> None:
+        self._landing = landing
         self._staging = staging
         self._parameters = parameters
         self._buffers = LiveBuffers(model)
@@ -182,6 +186,7 @@ class Microbatches:
             group=self._tp,
             split=split,
             around=around,
+            landing=self._landing if stages[0].program.training else None,
             visit=visit,
         )
         return run

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
+from meshloom.graph.landed import with_landing
+from meshloom.graph.landing import InPlace, Landing
 from meshloom.graph.nodes import Node
+from meshloom.graph.program import Program
 from meshloom.graph.stages import Stage
-from meshloom.pipeline.later import Later, with_later_weights
+from meshloom.pipeline.later import Later
 
 Finish = Callable[[int, Sequence[Any]], Tensor | None]  # microbatch, what the loss returned, flat -> what backward starts from
 _autograd: Any = torch.autograd
@@ -36,7 +39,8 @@ class StageRun:
 
     stages: [microbatch], the stage cut for that microbatch's shapes. parameters, buffers: by name, this rank's. group: the ranks along tp, if divided.
     batch: microbatch -> its tensors by their names in the batch. finish: on the last stage. around: microbatch -> entered around its forward.
-    split: weights' gradients come apart from those of inputs. visit: called with every node and its value; slower.
+    split: weights' gradients come apart from those of inputs. landing: who takes them; default: `.grad`, by autograd where it can.
+    visit: called with every node and its value; slower.
     """
 
     def __init__(
@@ -50,11 +54,12 @@ class StageRun:
         group: Group | None = None,
         split: bool = False,
         around: Callable[[int], AbstractContextManager[Any]] | None = None,
+        landing: Landing | None = None,
         visit: Callable[[Node, Any], None] | None = None,
     ) -> None:
         self._visit = visit
-        self._later = Later()
-        made = {id(each): with_later_weights(each.program, self._later) if split else each.program for each in stages}
+        self._later = Later(landing or InPlace())
+        made = {id(each): self._with_landing(each.program, landing, split) for each in stages}
         self._programs = [made[id(each)] for each in stages]
         self._stages = stages
         self._parameters, self._buffers = parameters, buffers
@@ -136,6 +141,11 @@ class StageRun:
         for compute in self._live.pop(microbatch).weights:
             compute()
         return {}
+
+    def _with_landing(self, program: Program, landing: Landing | None, split: bool) -> Program:
+        if split:
+            return with_landing(program, self._later, min_elements=0)
+        return with_landing(program, landing) if landing else program
 
     def _backward(self, microbatch: int) -> dict[str, Tensor]:
         live = self._live[microbatch]

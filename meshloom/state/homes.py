@@ -100,7 +100,12 @@ class Homes:
             work.wait()
             if received[0]:
                 gradient = received[1:].view(parameter.shape)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                elif parameter.grad.layout == torch.strided:
+                    parameter.grad.add_(gradient)  # it may lie in the exchange's memory
+                else:
+                    parameter.grad = parameter.grad + gradient
         for work, _ in sending:
             work.wait()
 

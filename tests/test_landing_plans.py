@@ -1,0 +1,107 @@
+"""Divided plans and pipelines whose weights' gradients land in their buckets equal one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+import meshloom.pipeline.stage
+import tests.pipelines
+from meshloom.graph.landed import LandedLinear, with_landing
+from meshloom.graph.landing import InPlace, Room
+from meshloom.pipeline.builders import make_schedule
+from meshloom.plan import Plan
+from meshloom.trainer import Trainer
+from meshloom.verify.run import verify
+from tests.families import FAMILIES
+from tests.jobs import make_job
+from tests.pipelines import evenly, run_pipeline, subject_of
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "small_layers_land")]
+PINS = {"gpt": {"blocks.*.qkv": "heads"}, "unused_twice": {"first": "column"}}
+
+
+@pytest.fixture
+def small_layers_land(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are tiny, and their layers too small for it to pay."""
+    land = lambda program, landing, *, min_elements=0: with_landing(program, landing, min_elements=0)  # noqa: E731
+    monkeypatch.setattr(meshloom.pipeline.stage, "with_landing", land)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("gpt", "tp=2,microbatches=3"),
+        ("gpt", "dp=2,tp=2,microbatches=2"),
+        ("gpt", "dp=2,tp=2,microbatches=2,zero=1,overlap=false"),
+        ("unused_twice", "dp=2,tp=2,microbatches=2,zero=1"),
+        ("unused_twice", "dp=2,tp=3,overlap=false"),
+    ],
+)
+def test_a_divided_plan_equals_one_device(model: str, plan: str):
+    divided = replace(Plan.parse(plan), tp_placements=PINS[model])
+    report = verify(make_job(model, "adamw"), divided, devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+    assert max(error.error for step in report.steps for error in step.errors) < 1e-10
+
+
+def test_gradients_that_are_added_up_over_tp_equal_one_device():
+    # 6 heads in 2 groups on 4 ranks: keys and values of a group lie on two ranks, whose gradients are parts of one sum.
+    # q, k and v are run together with the sum of their input's gradient.
+    plan = Plan(dp=2, tp=4, microbatches=2, tp_placements={"model.layers.*.self_attn.*": "heads"})
+    report = verify(FAMILIES["llama"].make_job(True), plan, devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+
+
+def test_in_a_plan_with_several_chunks_the_weights_of_linear_layers_are_made_in_the_bucket(monkeypatch: pytest.MonkeyPatch):
+    landed: dict[int, bool] = {}
+    add = InPlace.add
+
+    def seen(self: InPlace, weight: Tensor | None, bias: Tensor | None, rows: Tensor, inputs: Tensor) -> None:
+        add(self, weight, bias, rows, inputs)
+        assert weight is not None and weight.grad is not None
+        landed[id(weight)] = weight.grad.untyped_storage().nbytes() > weight.nbytes  # a piece of something larger
+
+    monkeypatch.setattr(InPlace, "add", seen)
+    for plan, lands in (("dp=2,tp=2", True), ("dp=2,tp=2,zero=1", True), ("tp=2,microbatches=2", False), ("tp=2", None)):
+        landed.clear()
+        with Trainer(make_job("gpt", "sgd"), f"{plan},tp_placements=blocks.*.qkv:heads", devices="simulated") as trainer:
+            trainer.step(next(iter(trainer.batches())))
+            staged = trainer.replicas[0].staged
+            assert staged is not None and staged.division is not None
+            model: Any = trainer.replicas[0].model
+            layers = [each for each in model.blocks.modules() if isinstance(each, nn.Linear)]  # the head's weight is changed before it is used
+            plain = staged.division.first.programs[0]
+            assert not any(isinstance(node.target, LandedLinear) for node in plain.nodes)  # what ranks compare and verification runs
+        expected = {} if lands is None else {id(each.weight): lands for each in layers}
+        assert {key: value for key, value in landed.items() if key in {id(each.weight) for each in layers}} == expected
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_a_pipelines_gradients_land(schedule: str, monkeypatch: pytest.MonkeyPatch):
+    """Also those that come after their microbatch's backward, and of weights that two stages share."""
+    job = make_job("gpt", "sgd")
+    data = job.data()
+    subject = subject_of(job, [default_collate([data[3 * start + each] for each in range(2 + start % 2)]) for start in range(4)])
+    rooms: dict[int, Tensor] = {}
+    parameters: list[Tensor] = []
+
+    def room(parameter: Tensor) -> Room:
+        parameters.append(parameter)
+        return Room(tensor=rooms.setdefault(id(parameter), torch.full_like(parameter, float("nan")).detach()), filled=False)
+
+    stage: Any = partial(tests.pipelines.StageRun, landing=InPlace(room))
+    monkeypatch.setattr(tests.pipelines, "StageRun", stage)
+    ran = run_pipeline(subject, make_schedule(schedule, 2, 4), evenly)
+    assert ran.error <= 1e-10, ran.what
+    assert len(parameters) > 10
+    tied = [each for each in parameters if each.shape[0] == 29]
+    assert tied and all(each.grad is rooms[id(each)] for each in parameters if each.shape[0] != 29)
