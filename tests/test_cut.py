@@ -300,6 +300,15 @@ def test_parameters_that_cannot_stay_are_named(homes: dict[str, list[int]], num_
         chosen(program, random_numbers(program, 0), num_stages, homes=homes)
 
 
+def test_all_stages_of_a_rank_have_what_it_holds():
+    """The weight that is used at both ends lies on rank 0, which has the first stage and, folded, the last."""
+    program = program_of(Skips)
+    numbers, homes = random_numbers(program, 0), {"first.weight": [0]}
+    assert len(chosen(program, numbers, 4, homes=homes, ranks=(0, 1, 1, 0)).stages) == 4
+    with pytest.raises(PlanError, match=r"linear at .* uses first.weight, which lies in stage 0 since the first"):
+        chosen(program, numbers, 4, homes=homes | {"second.weight": [1]})
+
+
 def test_given_cuts_move_no_parameters():
     program = program_of(Chain)
     with pytest.raises(PlanError, match=r"^cuts=layers.2 puts linear at .* into stage 1, and layers.3.weight, which it uses, lies in stage 0 since "):
