@@ -115,18 +115,20 @@ class _Reader:
     def _choose(
         self, plan: Plan, schedule: Schedule, sizes: Sequence[int], size: int, rates: Rates, homes: dict[str, list[int]]
     ) -> CutChoice:  # fmt: skip
+        """homes: none for the first program; later ones keep to these and nothing else."""
         program, priced = self._program(size)
+        price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])
         return choose_cuts(
             program,
             priced,
             plan.num_stages,
             rates,
-            cuts=plan.cuts,
-            memory_bytes=float(plan.memory_bytes * plan.tp) or None,
+            cuts=() if homes else plan.cuts,
+            memory_bytes=None if homes else float(plan.memory_bytes * plan.tp) or None,
             in_flight=held_by_stage(schedule),
             ranks=schedule.ranks,
             homes=homes,
-            step_seconds=step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes]),
+            step_seconds=None if homes else price,
         )
 
     def _program(self, samples: int) -> tuple[Program, dict[str, Cost]]:
