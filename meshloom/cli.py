@@ -27,10 +27,12 @@ from meshloom.planner.calibrate import machine_of, measure_operators
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.links import measure_links
+from meshloom.planner.staged import staged
 from meshloom.report.description import description_records, print_description
 from meshloom.report.directory import print_run_directory, read_run_directory, run_directory_records, show_timeline
 from meshloom.report.machine import machine_records, print_machine
 from meshloom.report.progress import Listener, Progress, Summary
+from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
 from meshloom.trainer import Trainer
 from meshloom.verify.report import print_report
@@ -96,7 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     describe = verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs")
     describe.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
     describe.add_argument("--batch", type=int, metavar="N", help="describe a batch of N samples (default: the job's batch_size)")
-    describe.add_argument("--plan", metavar="PLAN", help="say how this plan divides the model over tp, and what its ranks send (such as tp=2)")
+    describe.add_argument(
+        "--plan", metavar="PLAN", help="say how this plan divides the model over tp and cuts it over pp, and what ranks send (such as tp=2 or pp=4)"
+    )
     describe.add_argument("--memory", metavar="SIZE", help="as for train")
     describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
     describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
@@ -233,6 +237,10 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
         account = divided(job, plan, batch_size=arguments.batch, machine=load(Path(arguments.machine)) if arguments.machine else None)
         print(f"\n{text_of(account)}", file=stream)
         records.write("division", plan=str(plan), **asdict(account))
+    if plan.pp > 1:
+        stages = staged(job, plan, batch_size=arguments.batch, machine=load(Path(arguments.machine)) if arguments.machine else None)
+        print("", *lines_of(stages), sep="\n", file=stream)
+        records.write("stages", **stages_record(stages))
     return 0
 
 

@@ -18,7 +18,9 @@ from meshloom.graph.capture import capture_module
 from meshloom.graph.cost import Kept, costs
 from meshloom.graph.cut import CutChoice, choose_cuts
 from meshloom.graph.intervals import Intervals
+from meshloom.graph.leaves import leaves_of
 from meshloom.graph.nodes import Node
+from meshloom.graph.precision import build_model, default_precision
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
 from meshloom.graph.stages import Stage, cut_into_stages
@@ -26,6 +28,7 @@ from meshloom.graph.work import Work
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.check import held_by_stage, most_in_flight
 from meshloom.pipeline.simulate import step_seconds
+from tests.test_stages import family
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 SPEED = 1e4  # bytes per second
@@ -297,6 +300,15 @@ def test_parameters_that_cannot_stay_are_named(homes: dict[str, list[int]], num_
         chosen(program, random_numbers(program, 0), num_stages, homes=homes)
 
 
+def test_all_stages_of_a_rank_have_what_it_holds():
+    """The weight that is used at both ends lies on rank 0, which has the first stage and, folded, the last."""
+    program = program_of(Skips)
+    numbers, homes = random_numbers(program, 0), {"first.weight": [0]}
+    assert len(chosen(program, numbers, 4, homes=homes, ranks=(0, 1, 1, 0)).stages) == 4
+    with pytest.raises(PlanError, match=r"linear at .* uses first.weight, which lies in stage 0 since the first"):
+        chosen(program, numbers, 4, homes=homes | {"second.weight": [1]})
+
+
 def test_given_cuts_move_no_parameters():
     program = program_of(Chain)
     with pytest.raises(PlanError, match=r"^cuts=layers.2 puts linear at .* into stage 1, and layers.3.weight, which it uses, lies in stage 0 since "):
@@ -317,3 +329,32 @@ def test_the_simulated_step_is_as_short_as_can_be(schedule: str, ranks: int, mic
         )  # fmt: skip
         plain, found = (price(chosen(program, numbers, ranks, step_seconds=each).stages) for each in (None, price))
         assert best * (1 - 1e-9) <= found <= min(best * 1.01, plain * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "conv2d"])
+def test_kept_bytes_are_what_a_stage_really_keeps(name: str):
+    """Against torch's own hooks, stage by stage on real tensors: memory saved for backward, and values received."""
+    subject = family(name, 1, even=True)
+    program = subject.programs[0]
+    choice = choose_cuts(program, costs(program), 3)
+    stages = cut_into_stages(program, choice.stage_of, 3)
+    with default_precision(program.precision):
+        model = build_model(subject.job, program.precision, training=True)
+        there: dict[str, Tensor] = dict(leaves_of(subject.microbatches[0]).tensors)
+        for stage, cost in zip(stages, choice.stages, strict=True):
+            given = {each.value: there[each.value].detach().clone().requires_grad_(each.meta.requires_grad) for each in stage.incoming}
+            inputs = [given[each.value] if each.value in given else there[each.name] for each in stage.program.inputs]
+            saved: list[Tensor] = []
+
+            def note(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+                saved.append(tensor)
+                return tensor
+
+            parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+            known = {each.untyped_storage().data_ptr() for each in (*parameters.values(), *buffers.values(), *inputs)}
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                values = stage.program.run_flat(parameters, buffers, inputs)
+            there |= dict(zip(stage.sent, values, strict=False))
+            kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in saved}
+            found = sum(size for memory, size in kept.items() if memory not in known) + sum(each.nbytes for each in given.values())
+            assert cost.kept_bytes == pytest.approx(found, rel=0.01), stage.number  # constants of the program are in what torch saves

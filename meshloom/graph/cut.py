@@ -18,6 +18,7 @@ from meshloom.graph.amounts import amount
 from meshloom.graph.best_cuts import Limits, best_cuts, rank_bytes, refined
 from meshloom.graph.cost import Cost, Kept
 from meshloom.graph.intervals import Intervals, StageCost
+from meshloom.graph.keeping import HELD_COPIES
 from meshloom.graph.lines import describe_line
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
@@ -51,7 +52,7 @@ def choose_cuts(
     cuts: Sequence[str] = (),
     memory_bytes: float | None = None,
     in_flight: Sequence[Sequence[int]] = (),
-    state_factor: float = 1.0,
+    state_factor: float = HELD_COPIES,
     ranks: Sequence[int] = (),
     homes: Homes | None = None,
     work: Mapping[str, Work] | None = None,
@@ -65,7 +66,7 @@ def choose_cuts(
         stage; with several, cuts that fit may be missed.
     in_flight: [moment][stage], microbatches whose activations are held, as `pipeline.check.held_by_stage` tells of a schedule; default: one of each.
     ranks: stage -> its rank; default: each has its own.
-    homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these.
+    homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these, or in others of their ranks.
     work, kept: node -> its seconds, and what it makes autograd keep; default: those of `costs`, at `rates`.
     step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the shortest step is taken.
     Raises `PlanError` if there are fewer places to cut than wanted, a module is not there, or no cut fits into the memory or to the homes.
@@ -75,16 +76,18 @@ def choose_cuts(
         program,
         work if work is not None else work_of(program, costs, rates),
         kept if kept is not None else {name: cost.kept for name, cost in costs.items()},
-        link_bytes_per_second=rates.link_bytes_per_second,
+        link_bytes_per_second=rates.send.bytes_per_second if rates.send else rates.link_bytes_per_second,
         state_factor=state_factor,
     )
+    ranks = tuple(ranks) or tuple(range(num_stages))
+    homes = {name: [each for each in range(num_stages) if ranks[each] in {ranks[home] for home in where}] for name, where in (homes or {}).items()}
     limits = Limits(
-        ranks=tuple(ranks) or tuple(range(num_stages)),
+        ranks=ranks,
         memory_bytes=math.inf if memory_bytes is None else memory_bytes,
         in_flight=tuple(in_flight) or ((1,) * num_stages,),
-        forbidden=_forbidden(line, homes or {}, num_stages),
+        forbidden=_forbidden(line, homes, num_stages),
     )
-    chosen = _given(line, cuts, limits, homes or {}) if cuts else _best(line, limits, homes or {}, state_factor)
+    chosen = _given(line, cuts, limits, homes) if cuts else _best(line, limits, homes)
     if step_seconds is not None and not cuts:
         chosen = refined(line, limits, chosen, lambda tried: step_seconds(_stages(line, tried)))
     bounds = [0, *chosen, len(program.nodes)]
@@ -109,7 +112,7 @@ def _forbidden(line: Intervals, homes: Homes, num_stages: int) -> dict[int, list
     return found
 
 
-def _best(line: Intervals, limits: Limits, homes: Homes, state_factor: float) -> list[int]:
+def _best(line: Intervals, limits: Limits, homes: Homes) -> list[int]:
     count = limits.num_stages
     if len(line.places) < count - 1:
         raise PlanError(

@@ -34,6 +34,8 @@ class Rates:
     memory_price: what holding a byte of parameters, gradients and optimizer state is worth, in bytes sent per step. Who asks for tp wants
         memory divided, and dividing the batch instead is what dp is for. With 0, large batches of small models are divided by
         samples, which leaves every parameter on every rank and a step of the benchmark GPT (batch 64, Gloo) 6 % shorter.
+    send: a message from one rank to another, where it was measured.
+    machine: what was measured of its operators, where it was.
     source: where they are from, for people.
     """
 
@@ -44,6 +46,8 @@ class Rates:
     link_bytes_per_second: float = 1e9
     measured: Mapping[Collective, Line] = field(default_factory=dict[Collective, Line])
     memory_price: float = 100.0
+    send: Line | None = None
+    machine: Machine | None = None
     source: str = "given"
 
     def collective_seconds(self, collective: Collective, num_bytes: float, num_ranks: int) -> float:
@@ -60,6 +64,15 @@ class Rates:
         messages = 2 * (n - 1) if collective == "all_reduce" else n - 1
         size = num_bytes if collective == "all_gather" else num_bytes / n
         return self.start_seconds + messages * (self.latency_seconds + size / self.link_bytes_per_second)
+
+    def message_seconds(self, num_bytes: float) -> float:
+        """Seconds from one rank to another.
+
+        >>> Rates(latency_seconds=2.0, link_bytes_per_second=10.0).message_seconds(50.0)
+        7.0
+        """
+        line = self.send or Line(latency_seconds=self.latency_seconds, bytes_per_second=self.link_bytes_per_second)
+        return line.latency_seconds + num_bytes / line.bytes_per_second
 
     def node_seconds(self, cost: Cost) -> float:
         """Seconds of an operator on one device, forward and backward."""
@@ -92,8 +105,15 @@ def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
         bytes_per_second=machine.operation("elementwise", dtype).rate,
         link_bytes_per_second=lines["all_gather"].bytes_per_second if "all_gather" in lines else known.link_bytes_per_second,
         measured=lines,
+        send=_line_of_sends(machine) if "send" in measured else None,
+        machine=machine,
         source=f"measured on {machine.name} at {time.strftime('%Y-%m-%d %H:%M', time.localtime(machine.measured_at))}",
     )
+
+
+def _line_of_sends(machine: Machine) -> Line:
+    start = collective_seconds(machine, "send", 0.0, 2)
+    return Line(latency_seconds=start, bytes_per_second=_MANY / (collective_seconds(machine, "send", _MANY, 2) - start))
 
 
 def rates_here(device: str, num_ranks: int, dtype: str = "float32") -> Rates:

@@ -7,7 +7,7 @@ parameters do; of the others' backward nothing can be put off.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from meshloom.graph.cost import Cost
 from meshloom.graph.nodes import Node, Ref
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
+from meshloom.graph.seconds import node_seconds
 
 aten = torch.ops.aten
 
@@ -38,8 +39,11 @@ class Work:
 
 
 def work_of(program: Program, costs: Mapping[str, Cost], rates: Rates) -> dict[str, Work]:
-    """Node -> its seconds at these rates."""
-    return with_later(program, {node.name: rates.forward_and_backward_seconds(costs[node.name]) for node in program.nodes})
+    """Node -> its seconds: on the curves of the machine, if they were measured, or else at these rates."""
+    if rates.machine is None:
+        return with_later(program, {node.name: rates.forward_and_backward_seconds(costs[node.name]) for node in program.nodes})
+    measured = {node.name: node_seconds(node, costs[node.name], rates.machine) for node in program.nodes}
+    return with_later(program, {name: (each.forward, each.backward) for name, each in measured.items()})
 
 
 def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> dict[str, Work]:
@@ -58,6 +62,11 @@ def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> 
             share = 0.5 if first in needing else 1.0
         found[node.name] = Work(forward=forward, backward=backward, later=share * backward)
     return found
+
+
+def computed_again(work: Mapping[str, Work], seconds: Mapping[str, float]) -> dict[str, Work]:
+    """The same where backward begins by computing some operators again. seconds: node -> of that."""
+    return {name: replace(each, backward=each.backward + seconds.get(name, 0.0)) for name, each in work.items()}
 
 
 def weights_that_wait(program: Program) -> frozenset[str]:

@@ -19,7 +19,7 @@ from functools import reduce
 from meshloom.cluster import Machine
 from meshloom.graph.cost import Cost
 from meshloom.graph.program import Program
-from meshloom.planner.seconds import Seconds, node_seconds
+from meshloom.graph.seconds import Seconds, node_seconds
 
 _HOLDERS = ("ModuleList", "ModuleDict")  # no forward of their own: what they hold stands in their place
 

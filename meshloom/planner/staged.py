@@ -1,0 +1,193 @@
+"""How a plan would cut a job's model into stages, found by shapes alone, with settings that would be better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from meshloom.cluster import Machine
+from meshloom.errors import PlanError
+from meshloom.graph.cost import Cost, costs
+from meshloom.graph.cut import CutChoice, choose_cuts
+from meshloom.graph.program import Program
+from meshloom.graph.rates import Rates, rates_here, rates_of
+from meshloom.graph.shapes import capture_shapes
+from meshloom.graph.stages import Crossing, Stage, cut_into_stages
+from meshloom.job import Job
+from meshloom.pipeline.builders import make_schedule
+from meshloom.pipeline.check import held_by_stage
+from meshloom.pipeline.schedule import Schedule
+from meshloom.pipeline.simulate import Simulated, simulate, step_seconds
+from meshloom.pipeline.traffic import Traffic, traffic_of_stages
+from meshloom.plan import SCHEDULES, Plan, chunk_sizes
+from meshloom.state.samples import first_batches
+
+WORTH = 0.03  # of the time: what is gained by less is not spoken of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Better:
+    """Another plan. gain: 0.1 where a step takes 10 % less time."""
+
+    setting: str
+    seconds: float
+    idle_share: float
+    rank_bytes: int
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """The stages of a replica under a plan, and a step of it; without the exchange along dp and the optimizer.
+
+    choice: stages with what they cost for a microbatch of the largest size. sizes: [microbatch], samples.
+    in_flight: [stage], most microbatches whose activations it holds. traffic: between stages, in a step, without what stays on a rank.
+    source: where the rates are from. measured: whether they were, on the machine in question.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    choice: CutChoice
+    sizes: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    simulated: Simulated
+    traffic: tuple[Traffic, ...]
+    source: str
+    measured: bool
+    better: tuple[Better, ...] = ()
+
+
+def staged(job: Job, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None) -> StagePlan:
+    """The stages of a plan with pp. batch_size: of the global batch; default: the job's. machine: whose rates count; default: this one's.
+
+    Numbers are those of whole stages, before they are divided over tp.
+    Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be cut as the plan asks.
+    """
+    reader = _Reader(job, batch_size or job.batch_size, machine)
+    found = reader.stage_plan(plan, with_traffic=True)
+    return replace(found, better=tuple(_better(found, reader)))
+
+
+def stage_plan(
+    plan: Plan, schedule: Schedule, choice: CutChoice, microbatches: Sequence[Iterable[Crossing]], sizes: Sequence[int], rates: Rates
+) -> StagePlan:
+    """Of stages that were cut. microbatches: of each, the values that cross. sizes: their samples, the first having as many as what `choice` is for."""
+    relative = [size / sizes[0] for size in sizes]
+    sent = traffic_of_stages(microbatches)
+    return StagePlan(
+        plan=plan,
+        schedule=schedule,
+        choice=choice,
+        sizes=tuple(sizes),
+        in_flight=tuple(max(moment[stage] for moment in held_by_stage(schedule)) for stage in range(schedule.num_stages)),
+        simulated=simulate(schedule, choice.stages, rates.message_seconds, sizes=relative),
+        traffic=tuple(each for each in sent if schedule.ranks[each.source] != schedule.ranks[each.destination]),
+        source=rates.source,
+        measured=rates.machine is not None,
+    )
+
+
+class _Reader:
+    """A job's programs by the samples of a microbatch, each read once."""
+
+    def __init__(self, job: Job, batch_size: int, machine: Machine | None) -> None:
+        self.batch_size = batch_size
+        self._job = job
+        self._machine = machine
+        self._read: dict[int, tuple[Program, dict[str, Cost]]] = {}
+
+    def stage_plan(self, plan: Plan, *, with_traffic: bool) -> StagePlan:
+        sizes = [size for size in chunk_sizes(self.batch_size, plan.num_chunks)[: plan.microbatches] if size]
+        schedule = make_schedule(plan.schedule, plan.pp, len(sizes), plan.num_stages // plan.pp)
+        program, _ = self._program(sizes[0])
+        machine = self._machine if self._machine is not None and self._machine.device == program.device.type else None
+        rates = rates_of(machine, plan.pp) if machine is not None else rates_here(program.device.type, plan.pp)
+        choice = self._choose(plan, schedule, sizes, sizes[0], rates, {})
+        crossings: dict[int, list[Crossing]] = {}
+        if with_traffic:
+            stages = cut_into_stages(program, choice.stage_of, plan.num_stages)
+            crossings[sizes[0]] = _crossings(stages)
+            for size in set(sizes[1:]) - {sizes[0]}:
+                other = self._choose(plan, schedule, sizes, size, rates, _homes(stages))
+                crossings[size] = _crossings(cut_into_stages(self._program(size)[0], other.stage_of, plan.num_stages))
+        return stage_plan(plan, schedule, choice, [crossings.get(size, []) for size in sizes], sizes, rates)
+
+    def _choose(
+        self, plan: Plan, schedule: Schedule, sizes: Sequence[int], size: int, rates: Rates, homes: dict[str, list[int]]
+    ) -> CutChoice:  # fmt: skip
+        """homes: none for the first program; later ones keep to these and nothing else."""
+        program, priced = self._program(size)
+        price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])
+        return choose_cuts(
+            program,
+            priced,
+            plan.num_stages,
+            rates,
+            cuts=() if homes else plan.cuts,
+            memory_bytes=None if homes else float(plan.memory_bytes * plan.tp) or None,
+            in_flight=held_by_stage(schedule),
+            ranks=schedule.ranks,
+            homes=homes,
+            step_seconds=None if homes else price,
+        )
+
+    def _program(self, samples: int) -> tuple[Program, dict[str, Cost]]:
+        if samples not in self._read:
+            (batch,) = first_batches(self._job, 1, samples)
+            program = capture_shapes(self._job, batch)
+            self._read[samples] = program, costs(program)
+        return self._read[samples]
+
+
+def _crossings(stages: Sequence[Stage]) -> list[Crossing]:
+    return [each for stage in stages for each in stage.incoming]
+
+
+def _homes(stages: Sequence[Stage]) -> dict[str, list[int]]:
+    """Parameter or buffer -> stages that use it."""
+    program = stages[0].program
+    names = {each.value: name for name, each in (*program.parameters.items(), *program.buffers.items())}
+    found: dict[str, list[int]] = {}
+    for stage in stages:
+        for name in dict.fromkeys(names[ref.name] for node in stage.program.nodes for ref in node.operands() if ref.name in names):
+            found.setdefault(name, []).append(stage.number)
+    return found
+
+
+def _better(found: StagePlan, reader: _Reader) -> Iterable[Better]:
+    """Of other microbatches, other schedules and other numbers of stages the best each, if a step is shorter; more ranks only if all together take less."""
+    plan, now = found.plan, found.simulated.seconds
+    microbatches = [
+        replace(plan, microbatches=m) for m in (plan.microbatches // 2, 2 * plan.microbatches, 4 * plan.microbatches) if _is_possible(plan, m, reader)
+    ]
+    schedules = [
+        replace(
+            plan, schedule=name, virtual_stages=0, cuts=plan.cuts if SCHEDULES[name] == SCHEDULES[plan.schedule] and not plan.virtual_stages else ()
+        )
+        for name in SCHEDULES
+        if name != plan.schedule
+    ]
+    numbers = [replace(plan, pp=pp, cuts=()) for pp in (plan.pp - 1, plan.pp + 1) if pp > 1]
+    for setting, plans in (("microbatches", microbatches), ("schedule", schedules), ("pp", numbers)):
+        offers: list[Better] = []
+        for other in plans:
+            try:
+                tried = reader.stage_plan(other, with_traffic=False)
+            except PlanError:  # it does not fit, or there are too few places
+                continue
+            seconds, more = tried.simulated.seconds, max(1.0, other.pp / plan.pp)
+            if seconds * more < now * (1 - WORTH):
+                offers.append(
+                    Better(
+                        setting=f"{setting}={getattr(other, setting)}",
+                        seconds=seconds,
+                        idle_share=tried.simulated.idle_share,
+                        rank_bytes=max(tried.choice.rank_bytes),
+                        gain=1 - seconds / now,
+                    )
+                )
+        yield from sorted(offers, key=lambda each: each.seconds)[:1]
+
+
+def _is_possible(plan: Plan, microbatches: int, reader: _Reader) -> bool:
+    return microbatches > 0 and plan.dp * microbatches <= reader.batch_size

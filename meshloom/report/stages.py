@@ -1,0 +1,90 @@
+"""The stages of a plan as lines of text, and as a record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from meshloom.graph.keeping import HELD_COPIES
+from meshloom.planner.staged import Better, StagePlan
+from meshloom.report.description import quantity, size
+from meshloom.report.machine import duration
+
+
+def lines_of(found: StagePlan) -> list[str]:
+    """A row for every stage, the balance, memory, what is sent, the step, and what would be better."""
+    plan, stages, simulated = found.plan, found.choice.stages, found.simulated
+    rows = [["stage", "rank", "modules", "forward", "backward", "parameters", "activations", "in flight", "sends", "gets back"]]
+    for number, each in enumerate(stages):
+        modules = each.module if each.module == each.last_module else f"{each.module} .. {each.last_module}"
+        rows.append(
+            [
+                str(number), str(found.schedule.ranks[number]), modules, duration(each.forward_seconds), duration(each.backward_seconds),
+                quantity(each.parameters), size(each.kept_bytes), f"x {found.in_flight[number]}", size(each.sent_bytes), size(each.returned_bytes),
+            ]
+        )  # fmt: skip
+    slowest = max(range(len(stages)), key=lambda number: stages[number].seconds)
+    fullest = max(range(plan.pp), key=lambda rank: found.choice.rank_bytes[rank])
+    shares = ", ".join(f"{share:.0%}" for share in simulated.idle_shares)
+    over_tp = f"; numbers are of whole stages, before they are divided over tp={plan.tp}" if plan.tp > 1 else ""
+    return [
+        f"{len(stages)} stages on pp={plan.pp} ranks, {plan.schedule}, {_microbatches(found.sizes)}; seconds: {found.source}{over_tp}",
+        *_aligned(rows),
+        f"balance: stage {slowest} is the slowest, {found.choice.imbalance:.1%} above the mean",
+        f"memory: rank {fullest} holds most, {size(found.choice.rank_bytes[fullest])}: parameters with gradients and optimizer state "
+        f"({HELD_COPIES} x) and the activations in flight",
+        f"sent in a step: {'; '.join(_sent(found)) or 'nothing'}",
+        f"a step takes {duration(simulated.seconds)} (without exchange and update); ranks wait {simulated.idle_share:.1%} of it ({shares}), "
+        f"and would wait {simulated.even_idle_share:.1%} if stages were alike",
+        *(_offer(each, found) for each in found.better),
+    ]
+
+
+def stages_record(found: StagePlan) -> dict[str, Any]:
+    """The same as plain numbers."""
+    stages = [
+        {"stage": number, "rank": rank, "in_flight": count, **asdict(each)}
+        for number, (rank, count, each) in enumerate(zip(found.schedule.ranks, found.in_flight, found.choice.stages, strict=True))
+    ]
+    return {
+        "plan": str(found.plan), "sizes": found.sizes, "source": found.source, "stages": stages, "imbalance": found.choice.imbalance,
+        "rank_bytes": found.choice.rank_bytes, "traffic": [asdict(each) for each in found.traffic], "step_seconds": found.simulated.seconds,
+        "idle_share": found.simulated.idle_share, "idle_shares": found.simulated.idle_shares, "even_idle_share": found.simulated.even_idle_share,
+        "better": [asdict(each) for each in found.better],
+    }  # fmt: skip
+
+
+def _offer(each: Better, found: StagePlan) -> str:
+    now, most = found.simulated, max(found.choice.rank_bytes)
+    unknown = (
+        "" if found.measured or not each.setting.startswith("microbatches") else " (default rates know nothing of what small operators take at least)"
+    )
+    return (
+        f"{each.setting} would take {duration(each.seconds)} ({each.gain:.0%} less), ranks waiting {each.idle_share:.1%} instead of {now.idle_share:.1%}, "
+        f"and hold {size(each.rank_bytes)} instead of {size(most)}{unknown}"
+    )
+
+
+def _sent(found: StagePlan) -> list[str]:
+    return [f"stage {each.source} -> {each.destination} {size(each.forward_bytes)}, back {size(each.backward_bytes)}" for each in found.traffic]
+
+
+def _microbatches(sizes: Sequence[int]) -> str:
+    """How many samples they have.
+
+    >>> _microbatches([4, 4]), _microbatches([4, 3, 3]), _microbatches([1])
+    ('2 microbatches of 4 samples', '3 microbatches of 3 to 4 samples', '1 microbatch of 1 sample')
+    """
+    count = f"{len(sizes)} microbatch{'es' * (len(sizes) > 1)}"
+    samples = f"{sizes[0]}" if min(sizes) == sizes[0] else f"{min(sizes)} to {sizes[0]}"
+    return f"{count} of {samples} sample{'s' * (sizes[0] > 1)}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Words to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = (
+        [cell.ljust(width) if place == 2 else cell.rjust(width) for place, (cell, width) in enumerate(zip(row, widths, strict=True))] for row in rows
+    )
+    return ["  ".join(row).rstrip() for row in cells]
