@@ -57,7 +57,7 @@ def grid() -> Timeline:
 
 EXAMPLES = {
     "1f1b": lambda: example("1f1b", 4, 8), "zb-h1": lambda: example("zb-h1", 4, 8), "interleaved": lambda: example("interleaved", 4, 8, 2),
-    "zb-v": lambda: example("zb-v", 3, 5), "crowded": lambda: example("interleaved", 8, 32, 2), "grid": grid, "one": lambda: example("gpipe", 1, 1),
+    "zb-v": lambda: example("zb-v", 3, 5), "crowded": lambda: example("interleaved", 8, 16, 2), "grid": grid, "one": lambda: example("gpipe", 1, 1),
 }  # fmt: skip
 
 

@@ -69,10 +69,10 @@ def ticks(seconds: float, most: int) -> list[float]:
     >>> ticks(0.0101, 6)
     [0.0, 0.002, 0.004, 0.006, 0.008, 0.01]
     """
-    rough = max(seconds, 1e-9) / max(most - 1, 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    return [round(number * step, 12) for number in range(int(seconds / step * (1 + 1e-9)) + 1)]
+    seconds = max(seconds, 1e-9) * (1 + 1e-9)
+    power = 10.0 ** math.floor(math.log10(seconds / most))
+    step = next(factor * power for factor in (1, 2, 5, 10) if int(seconds / (factor * power)) < most)
+    return [round(number * step, 12) for number in range(int(seconds / step) + 1)]
 
 
 def _cells(timeline: Timeline, row: Row, cells: int, second: float, ascii_only: bool) -> Text:
