@@ -38,7 +38,7 @@ def print_timeline(timeline: Timeline, console: Console, plan: str = "") -> None
     left = max(map(len, names)) + 2
     cells = max(MIN_CELLS, console.width - left - len(HEADINGS) * COLUMN - 1)
     second = cells / max(timeline.stop - timeline.start, 1e-12)  # in cells
-    _print(console, Text(headline(timeline, plan)))
+    _print(console, Text(": ".join(headline(timeline, plan))))
     _print(console, Text(" " * (left + cells) + "".join(f"{heading:>{COLUMN}}" for heading in HEADINGS), style="bold"))
     for row, name, share in zip(timeline.rows, names, idle, strict=True):
         line = Text(f"{name:{left}}")
@@ -51,14 +51,15 @@ def print_timeline(timeline: Timeline, console: Console, plan: str = "") -> None
     _print(console, Text(EXPLANATION))
 
 
-def headline(timeline: Timeline, plan: str = "") -> str:
-    """What is drawn, in a line."""
+def headline(timeline: Timeline, plan: str = "") -> tuple[str, str]:
+    """What is drawn, and what it came to."""
     schedule = timeline.schedule
     what = f"step {timeline.step}" if timeline.step else "on paper"
     error = f"; clocks within {duration(timeline.clock_error_seconds)}" if timeline.clock_error_seconds else ""
     return (
-        f"{what}{f' of {plan}' if plan else ''}: {schedule.name}, {_count(schedule.num_stages, 'stage')} on {_count(schedule.num_ranks, 'rank')}, "
-        f"{_count(schedule.num_microbatches, 'microbatch')}; {duration(timeline.seconds)} from the first forward to the last backward{error}"
+        f"{what}{f' of {plan}' if plan else ''}",
+        f"{schedule.name}, {_count(schedule.num_stages, 'stage')} on {_count(schedule.num_ranks, 'rank')}, "
+        f"{_count(schedule.num_microbatches, 'microbatch')}; {duration(timeline.seconds)} from the first forward to the last backward{error}",
     )
 
 
@@ -68,10 +69,10 @@ def ticks(seconds: float, most: int) -> list[float]:
     >>> ticks(0.0101, 6)
     [0.0, 0.002, 0.004, 0.006, 0.008, 0.01]
     """
-    rough = max(seconds, 1e-9) / max(most - 1, 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    return [round(number * step, 12) for number in range(int(seconds / step * (1 + 1e-9)) + 1)]
+    seconds = max(seconds, 1e-9) * (1 + 1e-9)
+    power = 10.0 ** math.floor(math.log10(seconds / most))
+    step = next(factor * power for factor in (1, 2, 5, 10) if int(seconds / (factor * power)) < most)
+    return [round(number * step, 12) for number in range(int(seconds / step) + 1)]
 
 
 def _cells(timeline: Timeline, row: Row, cells: int, second: float, ascii_only: bool) -> Text:

@@ -14,13 +14,15 @@ from meshloom.report.timeline import Row, Timeline, idle_of
 COLOURS: dict[SpanKind, str] = {"F": "#8fc7ea", "B": "#f2b766", "I": "#f5e27a", "W": "#7fcbb0", "exchange": "#d9a5c3", "update": "#bdbdbd"}
 IDLE_COLOUR = "#ededed"
 INCHES = 14.0  # across
-MARGIN_INCHES = (1.9, 2.7)  # left for the ranks' names, right for their idle shares
+RIGHT_INCHES = 2.7  # for idle shares
+LETTER_INCHES = 0.085  # of a rank's name
+TITLE_LETTERS = 150  # that fit into a line
 ROW_INCHES = 0.42
-AROUND_INCHES = (0.75, 1.05)  # above for the title, below for the axis and the legend
+AROUND_INCHES = (0.95, 1.05)  # above for the title, below for the axis and the legend
 DOTS_PER_INCH = 150
 LABEL_POINTS = (8.0, 6.0)  # sizes that are tried for labels
 SPACE_DOTS = 4.0  # beside a label
-MOST = 0.9  # of the boxes of a kind that a way to label them must fit into
+MOST, HALF = 0.9, 0.5  # of the boxes of a kind that a way to label them must fit into, and the shortest way
 LIGHTER = 0.45  # how much of the way to white the last of a rank's stages is
 
 
@@ -44,7 +46,7 @@ def draw(timeline: Timeline, plan: str = "") -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    (left, right), (above, below) = MARGIN_INCHES, AROUND_INCHES
+    left, right, (above, below) = 0.4 + LETTER_INCHES * max(len(row.name) for row in timeline.rows), RIGHT_INCHES, AROUND_INCHES
     height = above + below + ROW_INCHES * len(timeline.rows)
     figure = Figure(figsize=(INCHES, height), dpi=DOTS_PER_INCH)
     axes = figure.add_axes((left / INCHES, below / height, (INCHES - left - right) / INCHES, 1 - (above + below) / height))
@@ -58,12 +60,13 @@ def draw(timeline: Timeline, plan: str = "") -> Any:
     at = ticks(length, 10)
     axes.set_xticks(at, [f"{tick * factor:g}" for tick in at])
     axes.set_xlabel(f"{unit} since the first forward began", labelpad=4)
-    axes.set_yticks(range(len(timeline.rows)), [row.name for row in timeline.rows])
+    axes.set_yticks(range(len(timeline.rows)), [row.name for row in timeline.rows], fontsize=9)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.text(0.0, 1 + 0.35 / (height - above - below), headline(timeline, plan), transform=axes.transAxes, fontsize=10, va="bottom")
-    _write_idle(axes, timeline, (INCHES - left - right))
+    title = [line if len(line) <= TITLE_LETTERS else f"{line[: TITLE_LETTERS - 3]}..." for line in headline(timeline, plan)]
+    figure.text(0.25 / INCHES, 1 - 0.15 / height, "\n".join(title), fontsize=10, va="top", linespacing=1.4)
+    _write_idle(axes, timeline, INCHES - left - right)
     kinds = {span.kind for row in timeline.rows for span in row.spans}
     patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", linewidth=0.5, label=word) for kind, word in WORDS.items() if kind in kinds]
     patches.append(Patch(facecolor=IDLE_COLOUR, label="idle"))
@@ -87,7 +90,8 @@ def _draw_row(axes: Any, timeline: Timeline, row: Row, number: int) -> None:
 
 
 def _write_labels(axes: Any, timeline: Timeline) -> None:
-    """One way to write for all boxes of a kind: the longest and largest that fits into most of them. Where it does not fit, nothing is written."""
+    """One way to write for all boxes of a kind: the longest and largest that fits into most of them. Where it does not fit, nothing is written;
+    if the shortest does not fit into half of them, nothing anywhere."""
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
     dots = axes.bbox.width / axes.get_xlim()[1]  # of a second
     wide = _Widths(axes)
@@ -96,7 +100,8 @@ def _write_labels(axes: Any, timeline: Timeline) -> None:
         forms = [*[_full_name] * (several or kind not in ACTION_KINDS), *[_short_name, _number] * (kind in ACTION_KINDS)]
         for form, points in ((form, points) for form in forms for points in LABEL_POINTS):
             fitting = [(number, span) for number, span in boxes if wide.of(form(span), points) <= span.seconds * dots - SPACE_DOTS]
-            if len(fitting) >= MOST * len(boxes) or (form, points) == (forms[-1], LABEL_POINTS[-1]):
+            least = HALF if (form, points) == (forms[-1], LABEL_POINTS[-1]) else MOST
+            if len(fitting) >= least * len(boxes):
                 for number, span in fitting:
                     middle = (span.start + span.stop) / 2 - timeline.start
                     axes.text(middle, number, form(span), fontsize=points, ha="center", va="center_baseline")

@@ -151,7 +151,7 @@ class Idle:
     formula: with forwards and halves of backwards of one unit each on all stages, and messages that take no time: (p - 1) / (m + p - 1) for gpipe and 1f1b.
     own_seconds: the schedule on paper with what each stage's actions took on average, and messages that take no time.
 
-    formula - own_seconds is the balance of the stages; own_seconds - measured is messages, uneven microbatches, and what runs besides.
+    own_seconds - formula is what uneven stages cost (and uneven halves of backwards); measured - own_seconds messages, uneven microbatches, and what else runs.
     """
 
     measured: float
