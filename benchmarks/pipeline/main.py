@@ -1,0 +1,94 @@
+"""Pipelines: what the executor costs, how idle ranks are beside the formula, and a step beside PyTorch's pipelining.
+
+    python benchmarks/pipeline/main.py --overhead --json -        # microseconds per action, one thread
+    python benchmarks/pipeline/main.py --waiting --json -         # stages that sleep, 4 and 8 processes
+    python benchmarks/pipeline/main.py --gpt --json -             # the benchmark GPT in 2 processes, beside torch.distributed.pipelining
+    python benchmarks/pipeline/main.py --alive --json -           # what is alive in a step, as microbatches grow
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overhead import overheads
+from waiting import time_schedules
+
+from meshloom.pipeline.builders import KINDS
+
+PARTS = ("overhead", "waiting", "gpt", "alive")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for part in PARTS:
+        parser.add_argument(f"--{part}", dest="part", action="store_const", const=part, help=f"see {part}.py")
+    parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="--waiting: ranks, in runs of their own")
+    parser.add_argument("--microbatches", type=int, nargs="+", help="default: 8 and 16 for --waiting, 4 and 8 for --gpt, 4, 16 and 64 for --alive")
+    parser.add_argument("--bytes", type=int, default=256, help="--waiting: of the value between two stages")
+    parser.add_argument("--schedules", nargs="+", default=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.part is None:
+        parser.error(f"Choose one of {', '.join(f'--{part}' for part in PARTS)}.")
+    torch.set_num_threads(1)
+    records: list[dict[str, Any]] = []
+    if arguments.part == "overhead":
+        records = overheads()
+    elif arguments.part == "waiting":
+        for ranks in arguments.ranks:
+            for number in arguments.microbatches or [8, 16]:
+                records += on_ranks(time_schedules, ranks, arguments.schedules, number, arguments.rounds, arguments.bytes)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    if arguments.json == "-":
+        sys.stdout.write(lines)
+    elif arguments.json:
+        Path(arguments.json).write_text(lines)
+    for record in records:
+        print(described(record), file=sys.stderr)
+    return 0
+
+
+def on_ranks(function: Callable[..., list[dict[str, Any]]], size: int, *arguments: Any) -> list[dict[str, Any]]:
+    """What `function(*arguments)` returns on rank 0 of `size` processes over Gloo, of one thread each."""
+    context = multiprocessing.get_context("fork")  # torch is imported once
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = [context.Process(target=_rank, args=(rank, size, Path(directory), function, arguments), daemon=True) for rank in range(size)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            raise SystemExit(f"Ranks ended with exit codes {[rank.exitcode for rank in ranks]}.")
+        return json.loads(Path(directory, "records.json").read_text())
+
+
+def _rank(rank: int, size: int, directory: Path, function: Callable[..., list[dict[str, Any]]], arguments: tuple[Any, ...]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=size)
+    records = function(*arguments)
+    if rank == 0:
+        Path(directory, "records.json").write_text(json.dumps(records))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def described(record: dict[str, Any]) -> str:
+    """A line of a table."""
+    head = f"{record['schedule']:<12} p={record['ranks']} m={record['microbatches']:<3}"
+    if "idle" in record:
+        idle = record["idle"]
+        return f"{head} idle {idle['median']:6.1%} ({idle['minimum']:.1%} to {idle['maximum']:.1%}), on paper {idle['on_paper']:.1%}; {record['seconds']['median']:.3f} s"
+    return f"{head} {record['what']:<12} {record['microseconds_per_action']['median']:5.1f} us per action"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
