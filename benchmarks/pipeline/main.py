@@ -1,9 +1,9 @@
 """Pipelines: what the executor costs, how idle ranks are beside the formula, and a step beside PyTorch's pipelining.
 
-    python benchmarks/pipeline/main.py --overhead --json -        # microseconds per action, one thread
-    python benchmarks/pipeline/main.py --waiting --json -         # stages that sleep, 4 and 8 processes
-    python benchmarks/pipeline/main.py --gpt --json -             # the benchmark GPT in 2 processes, beside torch.distributed.pipelining
-    python benchmarks/pipeline/main.py --alive --json -           # what is alive in a step, as microbatches grow
+python benchmarks/pipeline/main.py --overhead --json -        # microseconds per action, one thread
+python benchmarks/pipeline/main.py --waiting --json -         # stages that sleep, 4 and 8 processes
+python benchmarks/pipeline/main.py --gpt --json -             # the benchmark GPT in 2 processes, beside torch.distributed.pipelining
+python benchmarks/pipeline/main.py --alive --json -           # what is alive in a step, as microbatches grow
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def overheads(num_ranks: int = 4, num_microbatches: int = 32, rounds: int = 30) 
         for what, make in (("executor", Nothing), ("with stages", empty_stage)):
             per_rank: list[list[float]] = []
             for rank in range(num_ranks):
-                stages: Any = {number: make(number, schedule.num_stages, num_microbatches, bool(schedule.split)) for number in schedule.stages_of(rank)}
+                stages: Any = {
+                    number: make(number, schedule.num_stages, num_microbatches, bool(schedule.split)) for number in schedule.stages_of(rank)
+                }
                 run = PipelineRun(schedule, Silent(rank, num_ranks), stages, crossings, torch.device("cpu"))
                 per_rank.append([microseconds / len(schedule.actions[rank]) for microseconds in timed(run, rounds)])
             worst = max(per_rank, key=statistics.median)

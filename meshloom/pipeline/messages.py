@@ -11,7 +11,7 @@ memory of one message per neighbour. Nothing is waited for but what an action ne
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +115,7 @@ def _steps_of_rank(
 ) -> tuple[Step, ...]:
     queues = {pair: deque(messages) for pair, messages in order.items() if rank in pair}
     started: set[Message] = set()
-    awaited: set[Message] = set()
+    num_open = Counter[Pair]()  # receives that are started and not yet needed
     steps: list[Step] = []
 
     def start_until(message: Message) -> list[tuple[Message, bool]]:
@@ -125,16 +125,18 @@ def _steps_of_rank(
         while message not in started:
             first = queue.popleft()
             started.add(first)
-            begun.append((first, schedule.ranks[first.source] == rank))
+            is_send = schedule.ranks[first.source] == rank
+            num_open[_pair(schedule, first)] += not is_send
+            begun.append((first, is_send))
         return begun
 
     def start_ahead(pair: Pair) -> list[tuple[Message, bool]]:
         """Receives that come next in the pair's order, up to those that may be open."""
         queue, begun = queues[pair], list[tuple[Message, bool]]()
-        num_open = sum(1 for message in order[pair] if message in started and message not in awaited and schedule.ranks[message.source] != rank)
-        while queue and schedule.ranks[queue[0].source] != rank and num_open + len(begun) < ahead:
-            started.add(queue[0])
+        while queue and schedule.ranks[queue[0].source] != rank and num_open[pair] < ahead:
             begun.append((queue.popleft(), False))
+            started.add(begun[-1][0])
+            num_open[pair] += 1
         return begun
 
     for action in schedule.actions[rank]:
@@ -142,7 +144,7 @@ def _steps_of_rank(
         before = [each for message in needed for each in start_until(message)]
         if any(is_send for _, is_send in before):
             raise PlanError(f"{action} of schedule {schedule.name} needs a message that comes after one of its own rank's in their order.")
-        awaited.update(needed)
+        num_open.subtract(_pair(schedule, each) for each in needed)
         before += [each for pair in queues for each in start_ahead(pair)]
         stays = tuple(each for each in made[action][1] if not _crosses(schedule, each))
         after = [each for message in sent for each in start_until(message)]
