@@ -161,7 +161,8 @@ def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     per_replica = f"{plan.dp} replica{'s' if plan.dp > 1 else ''} x {plan.microbatches} chunk{'s' if plan.microbatches > 1 else ''}"
     start = f", from step {trainer.next_step}" if trainer.next_step else ""
     terminal.start(f"{name}, {parameters:,} parameters; batches of {job.batch_size} samples over {per_replica}; {trainer.steps} steps{start}")
-    division = trainer.replicas[0].division
+    staged = trainer.replicas[0].staged
+    division = staged.division if staged else None
     if division is not None and division.rates is not None:
         terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
     records.write(

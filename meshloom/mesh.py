@@ -87,6 +87,14 @@ class Mesh:
         """All groups along `axis`, each once, in order of their first rank."""
         return tuple(group for rank in range(self.size) if (group := self.group_of(axis, rank))[0] == rank)
 
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica, in order of pp, then of tp.
+
+        >>> Mesh(dp=2, pp=2, tp=1).teams()
+        ((0, 2), (1, 3))
+        """
+        return tuple(tuple(rank for rank in range(self.size) if self.place(rank).dp == replica) for replica in range(self.dp))
+
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise PlanError(f"There is no rank {rank} on a mesh of {self.size} ranks (0 to {self.size - 1}).")

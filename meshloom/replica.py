@@ -20,53 +20,34 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
-from meshloom.comm.values import agree, collect, on_first
+from meshloom.comm.values import agree, collect
 from meshloom.errors import DataError, JobError, TrainingError
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
 from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.nothing import Nothing
 from meshloom.exchange.zero import ZeroOne
-from meshloom.graph.division import Division
-from meshloom.graph.pieces import place
-from meshloom.job import Job, LossFunction
+from meshloom.job import Job
 from meshloom.loss import as_sum
-from meshloom.mesh import Axis, Place
+from meshloom.mesh import Axis
+from meshloom.pipeline.run import Listener
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
+from meshloom.seat import Seat
+from meshloom.staged import Staged
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.checkpoint import Piece
 from meshloom.state.data import Chunk, to_device
 from meshloom.state.digest import digest
+from meshloom.state.homes import held
 from meshloom.state.model import build_model, copy_from_first, facts, state_of
 from meshloom.state.not_finite import watch_finite
 from meshloom.state.optimizer import Updater
-from meshloom.state.samples import first_batches
 from meshloom.state.shards import Shards
-
-
-class Seat(Protocol):
-    """Where a replica sits: its number and coordinates, its device, and the groups it talks in."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def place(self) -> Place: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def groups(self) -> Mapping[Axis, RecordedGroup]: ...
-    @property
-    def statistics(self) -> RecordedGroup: ...  # the ranks along dp again; for what is exchanged inside forward and backward
-    @property
-    def world(self) -> Group: ...  # all ranks, CPU tensors; for decisions and reports, not counted as traffic of the plan
-    @property
-    def team(self) -> Group | None: ...  # the ranks along tp, likewise, if there are several
-    @property
-    def readers(self) -> Group: ...  # the ranks along dp, likewise
+from meshloom.tally import Tally
 
 
 class Observer(Protocol):
@@ -97,7 +78,7 @@ class StepResult:
 
 
 class Replica:
-    """A model on one rank, and how it takes part in a step."""
+    """A model on one rank, or what the rank holds of it, and how it takes part in a step."""
 
     def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None) -> None:
         self.job = job
@@ -106,112 +87,126 @@ class Replica:
         self.dtype = dtype
         self.replicas = seat.groups["dp"]
         self.observer: Observer | None = None
+        self.listener: Listener | None = None  # who is told of a pipeline's actions
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
         self.model = build_model(job, seat.device, dtype)
         self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
         if not self.named:
             raise JobError("The model has no trainable parameters: every parameter has requires_grad=False, or there are none.")
+        self._num_parameters = sum(each.numel() for each in self.model.parameters())
+        self._num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
-        self._one_chunk = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=seat.device) for is_mean in (False, True)}
-        self.division = (
-            Division(job, seat.groups["tp"], seat.team, dtype=dtype, placements=plan.tp_placements, memory_bytes=plan.memory_bytes or None)
-            if seat.team
-            else None
-        )
-        self.shards: Shards | None = None
+        self._tally = Tally(seat.device)
+        self.staged = Staged(job, plan, seat, dtype=dtype) if plan.reads else None
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
-        self._team_bytes: Counter[str] = Counter()  # what the chunks and steps so far are expected to hand over along tp
-        self._summed: list[tuple[str, nn.Parameter]] = []  # whose gradients are added up over tp, once a step
-        self._sum_later: set[int] = set()
+        self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}  # what else is expected to have been handed over along them
         self.exchange: Exchange
         self.updater: Updater
-        self.statistics: RunningStatistics
+        self.statistics: list[RunningStatistics]
 
     def prepare(self) -> Steps[None]:
         """Make sure all ranks hold the same job, start from rank 0's values, and build what the step needs."""
         yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
         self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
-        if self.seat.team:
-            yield from copy_from_first(self.model, self.seat.groups["tp"])
-            self._team_bytes["broadcast"] += self._copied_bytes
-        yield from copy_from_first(self.model, self.replicas)
+        for axis in ("tp", "dp", "pp"):
+            if axis in self.seat.groups:
+                yield from copy_from_first(self.model, self.seat.groups[axis])
+                if axis != "dp":
+                    self._sent[axis]["broadcast"] += self._copied_bytes
         whole = self.named
-        if self.division:
-            yield from self._divide(self.division)
+        if self.staged:
+            yield from self.staged.open(self.model)
+            self.named = self.staged.owned()
+            self._frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad and not each.is_meta]
         self.exchange = self._open_exchange()
-        self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.shards else None)
-        changing = self.division.changing if self.division else None
-        self.statistics = RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm, changing=changing)
-        for _, parameter in self.named:
-            self._undo.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
+        self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group)
+        if self.staged:
+            self.statistics = list(self.staged.statistics.values())
+            self._undo.enter_context(self.staged.connect(self.exchange.gradient_ready))
+        else:
+            self.statistics = [RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm)]
+            for _, parameter in self.named:
+                self._undo.callback(parameter.register_post_accumulate_grad_hook(self.exchange.gradient_ready).remove)
 
-    def _divide(self, division: Division) -> Steps[None]:
-        """Read the loss, decide who holds what, and let go of the rest."""
-        size = chunk_sizes(self.job.batch_size, self.plan.num_chunks)[0]
-        batches = yield from on_first(self.seat.world, lambda: first_batches(self.job, 1, size), DataError)
-        yield from division.open(to_device(batches[0] if batches else None, self.seat.device, self.dtype), self.seat.world, self.model)
-        self.shards = Shards({**division.parameters, **division.buffers}, self.seat.groups["tp"])
-        self.shards.divide(self.model)
-        self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
-        self._summed = [(name, parameter) for name, parameter in self.named if name in division.first.summed]
-        self._sum_later = {id(parameter) for _, parameter in self._summed}
+    @property
+    def shards(self) -> Shards:
+        """What this rank holds along tp of what is divided."""
+        return self.staged.shards if self.staged else Shards({}, None)
+
+    @property
+    def _stage_group(self) -> Group | None:
+        return self.seat.groups["pp"] if self.plan.pp > 1 else None
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
         """Train on this replica's chunks of global batch `step`."""
         self._check_frozen()
         self.model.train() if not self.model.training else None
         self.exchange.begin_step()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.seat.device)  # loss, weight, chunks, chunks whose loss was a mean
+        self._tally.begin()
         filled = [chunk for chunk in chunks if chunk.samples]
-        works = []
+        if self.staged:
+            yield from self._run_stages(self.staged, filled)
+            work = self.replicas.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
+        else:
+            work = self._run_chunks(filled)
+        self.arrivals.append(time.monotonic())
+        yield
+        if work is not None:
+            work.wait()
+        total, weight, divisor = self._tally.result(chunks[0].batch)
+        gradients = yield from self.exchange.finish(divisor)
+        yield from self._check_finite(step, filled, total, weight)
+        for statistics in self.statistics:
+            yield from statistics.finish()
+        if self.observer:
+            mine = yield from self.exchange.full_gradients(gradients)
+            self.observer.averaged((yield from self.staged.whole(mine)) if self.staged else mine)
+        norm = yield from self.updater.update(gradients, total / weight)
+        for axis, sent in self._sent.items():
+            sent.update(self.updater.bytes_per_step(axis))
+        yield from self.exchange.publish()
+        if self.staged:
+            yield from self.staged.published()
+        return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
+
+    def _run_chunks(self, filled: Sequence[Chunk]) -> Work | None:
+        """Chunk after chunk, the model's own forward and backward. What is returned makes the tally that of all replicas."""
+        work: Work | None = None
         for chunk in filled:
             data = self._data(chunk)
             with ExitStack() as around:
-                around.enter_context(self.statistics.chunk(partial(self._again, chunk, data)))
+                around.enter_context(self.statistics[0].chunk(partial(self._again, chunk, data)))
                 self._begin_chunk(chunk, around, self.observer)
-                if self.division:
-                    yield from self.division.ready(data)
-                returned = self._loss(data)
-                loss, weight = as_sum(returned, chunk.samples)
-                is_mean = not isinstance(returned, tuple)
-                sums[0] += loss.detach()
-                sums[1] += weight
-                sums[2:] += self._one_chunk[is_mean]
+                root, loss, weight = self._tally.add(self.job.loss(self.model, data), chunk)
                 if chunk is filled[-1]:
-                    works.append(self.replicas.all_reduce(sums)) if self.plan.dp > 1 else None
+                    work = self.replicas.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
                     self.exchange.begin_last_chunk()
-                # Of means over samples the whole batch's weight is known now, and dividing a number is cheaper than a gradient.
-                (loss / chunk.batch if is_mean else loss).backward()
+                root.backward()
             if self.observer:
                 self.observer.chunk_done(chunk, float(weight), float(loss.detach()))
-        if filled and self._summed:
-            yield from self._sum_over_team()
         if not filled and self.plan.dp > 1:
-            works.append(self.replicas.all_reduce(sums))
-        self.arrivals.append(time.monotonic())
-        yield
-        for work in works:
-            work.wait()
-        total, weight, num_chunks, num_means = sums.tolist()
-        if num_means not in (0, num_chunks):
-            raise JobError(
-                f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always."
-            )
-        gradients = yield from self.exchange.finish(sums[1] / chunks[0].batch if num_means else sums[1])
-        yield from self._check_finite(step, filled, total, weight)
-        yield from self.statistics.finish()
-        if self.observer:
-            whole = yield from self.exchange.full_gradients(gradients)
-            self.observer.averaged((yield from self._gathered(whole)))
-        norm = yield from self.updater.update(gradients, total / weight)
-        self._team_bytes.update(self.updater.bytes_per_step("tp"))
-        yield from self.exchange.publish()
-        return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
+            work = self.replicas.all_reduce(self._tally.sums)
+        return work
+
+    def _run_stages(self, staged: Staged, filled: Sequence[Chunk]) -> Steps[None]:
+        """The same through stages."""
+
+        def finish(microbatch: int, returned: Any) -> Tensor:
+            root, loss, weight = self._tally.add(returned, filled[microbatch])
+            if self.observer:
+                self.observer.chunk_done(filled[microbatch], float(weight), float(loss.detach()))
+            return root
+
+        def begin(microbatch: int, around: ExitStack, watched: bool) -> None:
+            self._begin_chunk(filled[microbatch], around, self.observer if watched else None)
+
+        self.exchange.begin_last_chunk()
+        yield from staged.train([self._data(chunk) for chunk in filled], finish=finish, begin=begin, listener=self.listener)
+        yield from staged.add_up(self._tally.sums)
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
         """Mean of every metric over all replicas' chunks, in evaluation mode."""
@@ -226,11 +221,13 @@ class Replica:
                     continue
                 data = self._data(chunk)
                 for row, metric in zip(sums, metrics.values(), strict=True):
-                    if self.division:
-                        yield from self.division.ready(data, loss=metric, training=False)
-                    value, weight = as_sum(self._loss(data, metric, training=False), chunk.samples, needs_gradient=False)
-                    row += torch.stack([value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)])
+                    if self.staged:
+                        yield from self.staged.evaluate(data, metric, partial(_add_value, row, chunk))
+                    else:
+                        _add_value(row, chunk, metric(self.model, data))
         self.model.train(was_training)
+        if self.staged:
+            yield from self.staged.add_up(sums)
         if self.plan.dp > 1:
             work = self.replicas.all_reduce(sums)
             yield
@@ -238,37 +235,33 @@ class Replica:
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
 
     def weights(self) -> Steps[dict[str, Any]]:
-        """The model's `state_dict` in whole shapes; all of it on the first rank along tp."""
-        if self.shards is None:
-            return self.model.state_dict()
-        self._team_bytes["all_gather"] += self.shards.weights_bytes(self.model)
-        return (yield from self.shards.weights(self.model))
+        """The model's `state_dict` in whole shapes; all of it on the replica's first rank."""
+        return (yield from self.staged.weights()) if self.staged else self.model.state_dict()
 
     def optimizer_state(self) -> Steps[tuple[list[Piece], dict[str, Any]]]:
         """As `Updater.state`."""
         made = yield from self.updater.state(self.seat.world)
-        self._team_bytes.update(self.updater.bytes_per_save("tp"))
+        self._sent["tp"].update(self.updater.bytes_per_save("tp"))
         self._saved_bytes.update(self.updater.bytes_per_save("dp"))
         return made
 
     def whole_state(self) -> Steps[dict[str, Tensor]]:
-        """Parameters and buffers by name, whole, tied ones once. Every rank calls it."""
-        return (yield from self._gathered({name: tensor.detach() for name, tensor in state_of(self.model).items()}))
+        """Parameters and buffers by name, whole, tied ones once; all of them on rank 0. Every rank calls it."""
+        mine = held((name, tensor.detach()) for name, tensor in state_of(self.model).items())
+        whole: Any = (yield from self.staged.whole(mine)) if self.staged else mine
+        return whole
 
     def num_elements(self) -> int:
         """Trainable elements of the whole model."""
-        return sum(self._whole_size(name, each) for name, each in self.named)
+        return self._num_trainable
 
     def num_parameters(self) -> int:
         """Elements of all parameters of the whole model."""
-        return sum(self._whole_size(name, each) for name, each in self.model.named_parameters())
-
-    def _whole_size(self, name: str, tensor: Tensor) -> int:
-        return math.prod(self.shards.whole_shape(name, tensor) if self.shards else tensor.shape)
+        return self._num_parameters
 
     def digests(self) -> Steps[list[list[int]]]:
         """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
-        mine = torch.stack([digest(tensor) for tensor in state_of(self.model).values()])
+        mine = torch.stack([digest(tensor) for tensor in held(state_of(self.model).items()).values()] or [torch.zeros((), dtype=torch.int64)])
         everyone = mine.new_empty(self.replicas.size * mine.numel())
         work = self.replicas.all_gather(everyone, mine)
         yield
@@ -279,7 +272,7 @@ class Replica:
         """Raise `TrainingError` naming the first parameter or buffer that differs between replicas."""
         everyone = yield from self.digests()
         for replica, theirs in enumerate(everyone):
-            for name, here, there in zip(state_of(self.model), everyone[0], theirs, strict=True):
+            for name, here, there in zip(held(state_of(self.model).items()) or [""], everyone[0], theirs, strict=True):
                 if here != there:
                     raise TrainingError(
                         f"After step {step}, {name} differs between replicas dp=0 and dp={replica}: something in the model or optimizer "
@@ -287,18 +280,16 @@ class Replica:
                     )
 
     def check_team(self, step: int) -> Steps[None]:
-        """Raise `TrainingError` naming the first parameter or buffer that every rank along tp holds whole, and not alike."""
-        if self.seat.team is None or self.shards is None:
-            return
-        alike = {name: tensor for name, tensor in state_of(self.model).items() if name not in self.shards.pieces}
-        everyone = yield from collect(self.seat.team, [int(digest(tensor)) for tensor in alike.values()])
-        for rank, theirs in enumerate(everyone):
-            for name, here, there in zip(alike, everyone[0], theirs, strict=True):
-                if here != there:
-                    raise TrainingError(
-                        f"After step {step}, {name} differs between ranks tp=0 and tp={rank}, which both hold all of it: something in the model or "
-                        "optimizer is not deterministic."
-                    )
+        """Raise `TrainingError` naming the first parameter or buffer that several ranks of the replica hold whole, and not alike."""
+        wrong = (yield from self.staged.check_alike()) if self.staged else None
+        if wrong is not None:
+            raise TrainingError(f"After step {step}, {wrong}: something in the model or optimizer is not deterministic.")
+
+    def take_notes(self) -> Steps[list[str]]:
+        """What the user should be told of buffers, of all ranks of the replica, each once."""
+        mine = [note for statistics in self.statistics for note in statistics.take_notes()]
+        everyone: list[list[str]] = (yield from collect(self.seat.team, mine)) if self.seat.team else [mine]
+        return list(dict.fromkeys(note for notes in everyone for note in notes))
 
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
@@ -306,11 +297,13 @@ class Replica:
             return {}
         loss_and_weight = {"all_reduce": 32}
         joined = {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()} if self.plan.sync_batch_norm else {}
-        return _add(loss_and_weight, joined, self.exchange.bytes_per_step(), self.statistics.bytes_per_step(), self.updater.bytes_per_step())
+        of_buffers = [statistics.bytes_per_step() for statistics in self.statistics]
+        return _add(loss_and_weight, joined, self.exchange.bytes_per_step(), *of_buffers, self.updater.bytes_per_step())
 
-    def bytes_over_team(self) -> dict[str, int]:
-        """Bytes that this rank handed to the collectives along tp so far, by kind, as formulas say of the chunks that it ran."""
-        return dict(self._team_bytes + Counter(self.updater.bytes_once("tp")))
+    def bytes_within(self, axis: Axis) -> dict[str, int]:
+        """Bytes that this rank handed over along pp or tp so far, by kind of operation, as formulas say of the chunks that it ran."""
+        run = self.staged.sent[axis] if self.staged else Counter[str]()
+        return dict(self._sent[axis] + run + Counter(self.updater.bytes_once(axis)))
 
     def bytes_once(self) -> dict[str, int]:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
@@ -328,7 +321,7 @@ class Replica:
 
     def bytes_per_check(self) -> int:
         """Bytes that `digests` hands over."""
-        return 8 * len(state_of(self.model))
+        return 8 * max(1, len(held(state_of(self.model).items())))
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -337,41 +330,11 @@ class Replica:
     def _open_exchange(self) -> Exchange:
         if self.plan.dp == 1:
             return Alone(self.named)
+        if not self.named:
+            return Nothing()
         kind = ZeroOne if self.plan.zero else AllReduce
-        alike = [name for name, _ in self.named if name not in self.shards.pieces] if self.shards else ()
+        alike = [name for name, _ in self.named if name not in self.shards.pieces] if self.staged else ()
         return kind(self.named, self.replicas, bucket_bytes=self.plan.bucket_bytes, overlap=self.plan.overlap, apart=alike)
-
-    def _take_gradient(self, parameter: nn.Parameter) -> None:
-        if id(parameter) not in self._sum_later:
-            self.exchange.gradient_ready(parameter)
-
-    def _loss(self, data: Any, function: LossFunction | None = None, *, training: bool = True) -> Any:
-        """What the job's loss (or another function of model and batch) returns."""
-        if self.division is None:
-            return (function or self.job.loss)(self.model, data)
-        self._team_bytes.update(self.division.bytes_of_chunk(data, loss=function, training=training))
-        return self.division.run(dict(self.model.named_parameters()), dict(self.model.named_buffers()), data, loss=function, training=training)
-
-    def _sum_over_team(self) -> Steps[None]:
-        """Add up over tp, in one flat all-reduce, the gradients of what several ranks of the team used, each for its part.
-
-        What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the whole.
-        """
-        shards = self.shards
-        assert shards is not None
-        used = [(name, parameter) for name, parameter in self._summed if parameter.grad is not None]
-        for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
-            mine = [(name, parameter.grad) for name, parameter in used if parameter.dtype == dtype and parameter.grad is not None]
-            whole = [place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient for name, gradient in mine]
-            flat = torch.cat([each.reshape(-1) for each in whole])
-            work = self.seat.groups["tp"].all_reduce(flat)
-            self._team_bytes["all_reduce"] += flat.nbytes
-            yield
-            work.wait()
-            for (name, gradient), each, part in zip(mine, whole, flat.split([each.numel() for each in whole]), strict=True):
-                gradient.copy_(shards.take(name, part.view(each.shape)))
-        for _, parameter in used:
-            self.exchange.gradient_ready(parameter)
 
     def _begin_chunk(self, chunk: Chunk, around: ExitStack, observer: Observer | None = None) -> None:
         """Seed the chunk's draws, and key them if the plan says so, until `around` ends."""
@@ -385,26 +348,17 @@ class Replica:
             rows = Rows(sum(sizes[: self.seat.place.dp]), chunk.samples, sum(sizes))
         seed_everything(chunk_seed(self.job.seed, chunk.step, index))
         seen = around.enter_context(observer.watch(chunk, self.model)) if observer else None
-        if self.plan.keyed_draws and self.division is None:  # programs key their draws themselves
+        if self.plan.keyed_draws and not self.staged:  # programs key their draws themselves
             around.enter_context(KeyedDraws(rows, seen))
 
     def _again(self, chunk: Chunk, data: Any) -> Tensor:
         """The chunk's loss once more, from the same draws."""
         with ExitStack() as around:
             self._begin_chunk(chunk, around)
-            return as_sum(self._loss(data), chunk.samples, needs_gradient=False)[0]
+            return as_sum(self.job.loss(self.model, data), chunk.samples, needs_gradient=False)[0]
 
     def _data(self, chunk: Chunk) -> Any:
         return to_device(chunk.data, self.seat.device, self.dtype)
-
-    def _gathered(self, tensors: dict[str, Tensor | None] | dict[str, Tensor]) -> Steps[Any]:
-        """Whole tensors of this rank's and its team's parts."""
-        if self.shards is None:
-            return tensors
-        whole: dict[str, Tensor | None] = {}
-        for name, tensor in tensors.items():
-            whole[name] = None if tensor is None else (yield from self.shards.gather(name, tensor))
-        return whole
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:
@@ -429,9 +383,11 @@ class Replica:
         )
 
     def _find_not_finite(self, chunks: Sequence[Chunk]) -> str | None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in held(self.model.named_parameters()).items():
             if not bool(torch.isfinite(parameter).all()):
                 return f"whose parameter {name} was not finite before the step"
+        if self.staged:
+            return None
         for chunk in chunks:
             with torch.no_grad(), watch_finite(self.model) as first:
                 loss = self._again(chunk, self._data(chunk))
@@ -440,6 +396,11 @@ class Replica:
             if not bool(torch.isfinite(loss)):
                 return f"chunk {chunk.index}; every module's output is finite, so the loss function made it"
         return None
+
+
+def _add_value(row: Tensor, chunk: Chunk, returned: Any) -> None:
+    value, weight = as_sum(returned, chunk.samples, needs_gradient=False)
+    row += torch.stack([value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)])
 
 
 def _add(*parts: Mapping[str, int]) -> dict[str, int]:

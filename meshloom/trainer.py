@@ -19,6 +19,7 @@ from meshloom.comm.values import collect
 from meshloom.errors import CheckpointError, JobError, MeshloomError, PlanError
 from meshloom.job import Job
 from meshloom.launch import World, launched_plan, open_world
+from meshloom.mesh import Axis
 from meshloom.plan import Plan
 from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener, Progress, Summary
@@ -26,7 +27,6 @@ from meshloom.report.summary import Traffic, time_shares
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.saving import save
-from meshloom.state.shards import Shards
 from meshloom.state.team_data import open_team_reader
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class Trainer:
         if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_identical(batch.step))
             self._checks += 1
-        if self.plan.tp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
+        if self.plan.mesh.size > self.plan.dp and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_team(batch.step))
         self._clock.steps += time.monotonic() - started
         self._clock.held_up += self._held_up() - held_up
@@ -142,8 +142,9 @@ class Trainer:
         result = self._results[0]
         if self._clock.num_steps == 1:
             self._first_loss = result.loss
-        for note in self.replicas[0].statistics.take_notes():
-            self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
+        if self._clock.num_steps == 1 or self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps or self.plan.mesh.size == self.plan.dp:
+            for note in self.together(lambda replica: replica.take_notes())[0]:
+                self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
         return result.loss
 
     def evaluate(self) -> dict[str, float]:
@@ -200,8 +201,7 @@ class Trainer:
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps taken so far, of this process's first rank."""
         replica, clock = self.replicas[0], self._clock
-        axes = {"dp": self._counts()} | ({"tp": replica.seat.groups["tp"].counts} if self.plan.tp > 1 else {})
-        counted = Traffic.of(axes)
+        counted = Traffic.of({"dp": self._counts()} | {axis: replica.seat.groups[axis].counts for axis in self._axes_within})
         arrivals = self.together(lambda each: collect(each.seat.world, [at - self._clock.start for at in each.arrivals]))[0]
         return Summary(
             steps=self._clock.num_steps,
@@ -224,8 +224,13 @@ class Trainer:
         return counts
 
     def _held_up(self) -> float:
-        over_team = self.replicas[0].seat.groups["tp"].counts if self.plan.tp > 1 else {}
-        return sum(count.seconds for count in (*self._counts().values(), *over_team.values()))
+        within = [count for axis in self._axes_within for count in self.replicas[0].seat.groups[axis].counts.values()]
+        return sum(count.seconds for count in (*self._counts().values(), *within))
+
+    @property
+    def _axes_within(self) -> list[Axis]:
+        """The axes along which a replica is divided."""
+        return [axis for axis in ("pp", "tp") if getattr(self.plan, axis) > 1]
 
     def close(self) -> None:
         """End reader processes, leave the groups, take the hooks off the models."""
@@ -243,7 +248,9 @@ class Trainer:
         """Run one generator per local replica in lockstep, and return their results; errors say which rank."""
         # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
         turns = self.world.turns
-        if self.plan.tp > 1 and len(self.replicas) > 1:  # divided programs talk in forward and backward, and not all ranks alike
+        if (
+            self.plan.mesh.size > self.plan.dp and len(self.replicas) > 1
+        ):  # stages and divided programs talk in forward and backward, and not all ranks alike
             return turns.run([lambda replica=replica: _to_its_end(steps(replica), replica.seat) for replica in self.replicas])
         in_turns = self.plan.sync_batch_norm and len(self.replicas) > 1
 
@@ -282,7 +289,7 @@ class Trainer:
         weights = checkpoint.weights()
         for replica in self.replicas:
             checkpoint.check(_fingerprint(replica))
-            (replica.shards or Shards({}, None)).load_weights(replica.model, weights)
+            replica.shards.load_weights(replica.model, weights)
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.updater.load(checkpoint.read, shapes, checkpoint.values["updater"])
         self.next_step = checkpoint.step
@@ -331,7 +338,7 @@ class Trainer:
         if self.plan.dp > 1:
             add({"all_gather": replica.bytes_per_check()}, self._checks)
             add({"all_reduce": replica.bytes_per_evaluation()}, self._evaluations)
-        axes = {"dp": total} | ({"tp": replica.bytes_over_team()} if self.plan.tp > 1 else {})
+        axes = {"dp": total} | {axis: replica.bytes_within(axis) for axis in self._axes_within}
         return Traffic({axis: {name: count for name, count in kinds.items() if count} for axis, kinds in axes.items()})
 
 
@@ -349,9 +356,8 @@ def _plan(plan: Plan | str | None) -> Plan:
 
 def _fingerprint(replica: Replica) -> dict[str, str]:
     """Shape and dtype of everything that a checkpoint of this model holds."""
-    shards = replica.shards or Shards({}, None)
     return {
-        name: f"{list(shards.whole_shape(name, tensor))} {tensor.dtype}"
+        name: f"{list(replica.shards.whole_shape(name, tensor))} {tensor.dtype}"
         for name, tensor in replica.model.state_dict().items()
         if isinstance(tensor, torch.Tensor)
     }

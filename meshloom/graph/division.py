@@ -5,13 +5,12 @@ The first program decides who holds what; later ones are divided so that it stay
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
@@ -19,19 +18,19 @@ from meshloom.comm.values import collect, on_first, share
 from meshloom.errors import CaptureError
 from meshloom.graph.choose import Choice, Rates, choice_of_numbers, choose, numbers_of_choice, rates_for
 from meshloom.graph.layout import layout_of
-from meshloom.graph.leaves import leaves_of
+from meshloom.graph.loss_programs import LossPrograms, Shapes, alike, shapes_of, shapes_of_program
 from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import Pieces
+from meshloom.graph.program import Program
 from meshloom.graph.programs import Programs
 from meshloom.graph.rules.table import rules_with
-from meshloom.graph.traffic import sent_in_chunk
 from meshloom.job import Job, LossFunction
 
 
-class Division:
+class Division(LossPrograms):
     """The loss of `job` (and functions like it) over the ranks of `group`, which talk in it as they compute.
 
-    team: the same ranks, for decisions (CPU tensors). placements, memory_bytes: as for `choose`. rates: default is what was measured on the
+    team: all ranks of the replica, for decisions (CPU tensors). placements, memory_bytes: as for `choose`. rates: default is what was measured on the
     machine of the rank that chooses, else `default_rates`.
     """
 
@@ -57,8 +56,11 @@ class Division:
         self._memory_bytes = memory_bytes
         self._programs: dict[LossFunction, Programs] = {}
         self._divided: dict[tuple[LossFunction, bool, Any], Partition] = {}
-        self._sent: dict[tuple[LossFunction, bool, Any], Mapping[str, int]] = {}
         self._first: Partition | None = None
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        return self.first.summed
 
     @property
     def first(self) -> Partition:
@@ -67,61 +69,27 @@ class Division:
         return self._first
 
     @property
-    def parameters(self) -> Mapping[str, Pieces]:
-        """Who holds what of every parameter."""
-        return self.first.parameters
+    def pieces(self) -> Mapping[str, Pieces]:
+        return {**self.first.parameters, **self.first.buffers}
 
-    @property
-    def buffers(self) -> Mapping[str, Pieces]:
-        """Who holds what of every buffer."""
-        return self.first.buffers
-
-    @property
-    def changing(self) -> frozenset[str]:
-        """Names of the buffers that running the loss changes."""
-        program = self.first.choice.layout.program
-        return program.in_place | program.updates.keys()
-
-    def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[None]:
-        """Read the loss of batches like `batch` and decide who holds what. All ranks of `world` call it; batch and model count on its rank 0.
-
-        model: the job's, whole, as it was built; it stays as it is.
-        """
-        yield from self._divide(self._job.loss, True, batch, world, model)
+    def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[Shapes]:
+        return (yield from self._divide(self._job.loss, True, batch, world, model))
 
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
-        """Make sure that batches like `batch` can be run. All ranks of the group call it with the same batch."""
         function = loss or self._job.loss
-        if (function, training, _shapes(batch)) not in self._divided:
+        if (function, training, shapes_of(batch)) not in self._divided:
             yield from self._divide(function, training, batch, self._team)
 
-    def run(
-        self,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Any,
-        *,
-        loss: LossFunction | None = None,
-        training: bool = True,
-    ) -> Any:
-        """What the loss (or `loss`) returns for `batch`; parameters, buffers: this rank's parts by name. Batches like it are ready."""
-        part = self._divided[loss or self._job.loss, training, _shapes(batch)]
-        return part.programs[self._group.rank].run(parameters, buffers, batch, group=self._group)
+    def program(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
+        return self._divided[loss or self._job.loss, training, shapes].programs[self._group.rank]
 
-    def bytes_of_chunk(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Mapping[str, int]:
-        """Bytes that this rank hands to each kind of collective when `run` runs, and its backward if it is a training program's."""
-        key = loss or self._job.loss, training, _shapes(batch)
-        if key not in self._sent:
-            found: Counter[str] = Counter()
-            for each in sent_in_chunk(self._divided[key].programs[self._group.rank], self._group.rank):
-                found[each.collective] += each.num_bytes
-            self._sent[key] = found
-        return self._sent[key]
+    def whole(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
+        return self._divided[loss or self._job.loss, training, shapes].choice.layout.program
 
-    def _divide(self, loss: LossFunction, training: bool, batch: Any, group: Group, model: nn.Module | None = None) -> Steps[None]:
+    def _divide(self, loss: LossFunction, training: bool, batch: Any, group: Group, model: nn.Module | None = None) -> Steps[Shapes]:
         if loss not in self._programs:
             self._programs[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
-        batches = _alike(batch) if group.rank == 0 else None
+        batches = alike(batch) if group.rank == 0 else None
         program = yield from self._programs[loss].read_together(group, batches, training=training, model=model)
         layout = layout_of(program, self._rules)
         held = self._first.held if self._first else None
@@ -139,14 +107,6 @@ class Division:
         if any(each != hashes[0] for each in hashes):
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or part
-        self._divided[loss, training, tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)] = part
-
-
-def _shapes(batch: Any) -> Any:
-    return tuple((name, tuple(leaf.shape), leaf.dtype) for name, leaf in leaves_of(batch).tensors.items())
-
-
-def _alike(batch: Any) -> list[Any]:
-    """The batch, and another of the same shapes: its samples one place on."""
-    leaves = leaves_of(batch)
-    return [batch, leaves.rebuild([leaf.roll(1, 0) if leaf.ndim else leaf for leaf in leaves.tensors.values()])]
+        shapes = shapes_of_program(program)
+        self._divided[loss, training, shapes] = part
+        return shapes

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import skip_draws
@@ -41,13 +41,14 @@ class Crossing:
 class Stage:
     """One stage. program: its inputs are the tensors of the batch that it uses, then `incoming`; it returns, flat, `outgoing` and what the loss returned.
 
-    outgoing: values in order, each once. returned: of the last stage, what the loss returned; of others nothing.
+    outgoing: values in order, each once. returned: how what the loss returned is arranged; the last stage has it, flat, behind what leaves.
     """
 
     number: int
     program: Program
     incoming: tuple[Crossing, ...]
     outgoing: tuple[Crossing, ...]
+    returned: TreeSpec
 
     @property
     def sent(self) -> tuple[str, ...]:
@@ -159,6 +160,7 @@ class _Cutter:
             ),
             incoming=incoming,
             outgoing=outgoing,
+            returned=program.out_spec,
         )
 
 

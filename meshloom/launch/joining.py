@@ -64,7 +64,7 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
             groups={axis: RecordedGroup(connect(mesh.groups(axis), both), axis) for axis in used_axes(mesh)},
             statistics=RecordedGroup(connect(mesh.groups("dp"), both), "dp"),
             world=world,
-            team=connect(mesh.groups("tp"), "gloo") if mesh.tp > 1 else None,
+            team=connect(mesh.teams(), "gloo") if mesh.size > mesh.dp else None,
             readers=connect(mesh.groups("dp"), "gloo") if mesh.size > mesh.dp else world,
         )
     except (RuntimeError, OSError) as error:

@@ -44,7 +44,7 @@ def world_in_one_process(mesh: Mesh, devices: str) -> World:
     for members in mesh.groups("dp"):
         statistics.update(zip(members, simulated_groups(len(members), turns), strict=True))
         readers.update(zip(members, simulated_groups(len(members), turns), strict=True))
-    for members in mesh.groups("tp") if mesh.tp > 1 else ():
+    for members in mesh.teams() if mesh.size > mesh.dp else ():
         teams.update(zip(members, simulated_groups(len(members), turns), strict=True))
     local = [
         LocalRank(

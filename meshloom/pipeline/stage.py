@@ -77,17 +77,34 @@ class StageRun:
 
     def forward(self, microbatch: int) -> dict[str, Tensor]:
         """Of one microbatch, when all that comes in was given: the values that leave."""
-        stage, program = self._stages[microbatch], self._programs[microbatch]
-        live, batch = self._live.setdefault(microbatch, _Live()), self._batch(microbatch)
-        leaves = [live.given[each.value] if each.value in live.given else batch[each.name] for each in program.inputs]
+        stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Live())
         with self._around(microbatch) if self._around else nullcontext():
-            values = program.run_flat(self._parameters, self._buffers, leaves, group=self._group)
+            values = self.again(microbatch)
         made: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
         live.is_forward = True
         live.edges = {name: _autograd.graph.get_gradient_edge(value) for name, value in made.items() if value.requires_grad}
         if self._finish:
             live.root = self._finish(microbatch, values[len(made) :])
         return {name: value.detach() for name, value in made.items()}
+
+    def again(self, microbatch: int) -> list[Any]:
+        """The bare forward of a microbatch, of what was given: what its program returns."""
+        program, batch, given = self._programs[microbatch], self._batch(microbatch), self._live[microbatch].given
+        leaves = [given[each.value] if each.value in given else batch[each.name] for each in program.inputs]
+        changed = program.in_place | program.updates.keys()
+        if not changed:
+            return program.run_flat(self._parameters, self._buffers, leaves, group=self._group)
+        # Backward may want a buffer as this forward saw it, and another forward comes in between.
+        seen = {**self._buffers, **{name: self._buffers[name].clone() for name in changed}}
+        values = program.run_flat(self._parameters, seen, leaves, group=self._group)
+        with torch.no_grad():
+            for name in changed:
+                self._buffers[name].copy_(seen[name])
+        return values
+
+    def forget(self) -> None:
+        """Let go of whatever is alive."""
+        self._live.clear()
 
     def give_gradients(self, microbatch: int, gradients: Mapping[str, Tensor]) -> None:
         """Of values that left, from one of the stages that they went to."""

@@ -27,7 +27,8 @@ class RunningStatistics:
     group: the replicas, in chunk order: replica r runs chunks r * m to r * m + m - 1. With one replica there is nothing to do; without any
     buffers nothing is communicated.
     synchronised: microbatch j of all replicas is one chunk, and batch norm layers see to their own statistics.
-    changing: where a program runs instead of the layers' own forwards, the buffers that it changes: running statistics are followed like the others.
+    changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the only ones here: running statistics are
+        followed like the others.
     """
 
     def __init__(self, model: nn.Module, group: Group, *, synchronised: bool = False, changing: Collection[str] | None = None) -> None:
@@ -40,7 +41,8 @@ class RunningStatistics:
         self._moving = 0  # elements gathered in the last step because some buffer changed
         self._notes: list[str] = []
         self._noted: set[str] = set()
-        self._device = next((tensor.device for tensor in (*model.buffers(), *model.parameters())), torch.device("cpu"))
+        tensors = (*model.buffers(), *model.parameters())
+        self._device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
     @contextmanager
     def chunk(self, again: Callable[[], Any] | None = None) -> Iterator[None]:

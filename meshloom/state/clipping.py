@@ -19,22 +19,21 @@ def clip(
     owners: Group | None,
     device: torch.device,
     *,
-    holders: Group | None = None,
+    holders: Sequence[Group] = (),
     counted: Sequence[Tensor | bool] | None = None,
 ) -> Steps[float]:
     """Scale `gradients` in place so that their joint 2-norm is at most `largest`; the norm they had.
 
     gradients: flat, of the elements that this rank owns; None counts as zero. owners: the ranks that own the other elements; None: there
-    are none. holders: the ranks that hold other parts of the parameters; None: nothing is divided over tp.
+    are none. holders: groups of ranks that hold other parameters, or other parts of them.
     counted: of each gradient, which elements enter the sum here rather than on another holder: all, none, or bool of the gradient's shape.
     The factor is torch.nn.utils.clip_grad_norm_'s: largest / (norm + 1e-6), at most 1. It has the same bits on all ranks.
     """
     total = sum_of_squares(gradients if counted is None else list(map(_counted, gradients, counted)), device)
-    for group in (owners, holders):
-        if group is not None:
-            work = group.all_reduce(total)
-            yield
-            work.wait()
+    for group in (*([owners] if owners is not None else []), *holders):
+        work = group.all_reduce(total)
+        yield
+        work.wait()
     norm = total.sqrt()
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # NaN stays NaN, and shows in the loss
     for gradient in gradients:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.errors import CheckpointError
+from meshloom.errors import CheckpointError, JobError
 from meshloom.exchange.exchange import Exchange
 from meshloom.job import Job, NamedParameters
 from meshloom.mesh import Axis
@@ -40,21 +40,35 @@ class Updater:
     named_parameters: every trainable parameter by name, each once, whole. A parameter that the user's function gives to no optimizer is not
     updated. `job.elementwise` overrides the trial: True updates slices, False whole parameters; None finds out.
     shards, parts: where parameters are divided over tp, how, and what the model holds of them now under the same names; `exchange` is over these.
+    stages: the ranks along pp, each of which updates other parameters: those in `parts`.
     Parameters that every rank of tp holds whole are updated by each of them, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
 
     def __init__(
-        self, job: Job, named_parameters: NamedParameters, exchange: Exchange, shards: Shards | None = None, parts: NamedParameters | None = None
+        self,
+        job: Job,
+        named_parameters: NamedParameters,
+        exchange: Exchange,
+        shards: Shards | None = None,
+        parts: NamedParameters | None = None,
+        stages: Group | None = None,
     ) -> None:
         self._job = job
+        self._stages = stages
         self._exchange = exchange
         self._shards = shards or Shards({}, None)
         self._device = named_parameters[0][1].device
         names = {id(parameter): name for name, parameter in named_parameters}
         made, self._optimizers = make_optimizers(job, named_parameters)
-        divided = exchange.owners is not None or bool(self._shards.pieces)
+        divided = exchange.owners is not None or bool(self._shards.pieces) or stages is not None
         reaches: list[Reach] = [reach(each, elementwise=job.elementwise) if divided else "element" for each in self._optimizers]
+        if stages is not None and "optimizer" in reaches:
+            kind = type(self._optimizers[reaches.index("optimizer")]).__name__
+            raise JobError(
+                f"{kind} looks at all parameters at once, and with pp={stages.size} no rank has them all. Use pp=1, an optimizer that updates each "
+                "parameter by itself, or Job(elementwise=True) if it does."
+            )
         self._schedulers = make_schedulers(job, made)
         self._held: list[list[Held]] = []  # by optimizer
         self._targets: list[nn.Parameter | None] = [None] * len(exchange.owned)  # whose .grad an owned slice's gradient becomes
@@ -78,8 +92,8 @@ class Updater:
         """
         norm = None
         if self._job.clip_grad_norm is not None:
-            along_tp: dict[str, Any] = {} if self._counted is None else {"holders": self._shards.group, "counted": self._counted}
-            norm = yield from clip(gradients, self._job.clip_grad_norm, self._exchange.owners, self._device, **along_tp)
+            holders = [group for group in (self._shards.group if self._counted is not None else None, self._stages) if group is not None]
+            norm = yield from clip(gradients, self._job.clip_grad_norm, self._exchange.owners, self._device, holders=holders, counted=self._counted)
         before = [(target, target.grad) for target in (*self._targets, *self._kept) if target is not None]
         for target, gradient in zip(self._targets, gradients, strict=True):
             if target is not None:
@@ -107,16 +121,18 @@ class Updater:
     def bytes_per_step(self, axis: Axis = "dp") -> dict[str, int]:
         """Bytes that one `update` hands to each kind of collective along an axis. What whole parameters need along dp is known after the first."""
         total: dict[str, int] = {}
-        divided = self._exchange.owners if axis == "dp" else self._counted
-        if divided is not None and self._job.clip_grad_norm is not None:
+        divided: dict[Axis, Any] = {"dp": self._exchange.owners, "tp": self._counted, "pp": self._stages}
+        if divided[axis] is not None and self._job.clip_grad_norm is not None:
             total["all_reduce"] = 8
-        through = self._whole if axis == "dp" else self._from_parts
+        through = {"dp": self._whole, "tp": self._from_parts}.get(axis)
         if through:
             total["all_to_all"] = through.bytes_per_step()
         return total
 
     def bytes_once(self, axis: Axis = "dp") -> dict[str, int]:
         """Bytes that the first `update` hands over besides."""
+        if axis == "pp":
+            return {}
         if axis == "tp":
             return {"all_to_all": self._from_parts.bytes_once()} if self._from_parts else {}
         return {"all_gather": self._whole.bytes_once()} if self._whole else {}
@@ -137,7 +153,8 @@ class Updater:
             pieces += ready
             parts += divided
         if self._shards.pieces:
-            gathered = yield from whole_pieces(parts, self._shards, self._exchange.owners, world, self._device)
+            here = {slice_.name for slice_ in self._exchange.owned} if self._stages else None
+            gathered = yield from whole_pieces(parts, self._shards, self._exchange.owners, world, self._device, here)
             pieces += gathered.pieces
             self._gathered = gathered.bytes_dp, gathered.bytes_tp
         return pieces, {
@@ -176,6 +193,7 @@ class Updater:
         for optimizer, how in zip(self._optimizers, reaches, strict=True):
             if how != "element":
                 mine = {names[id(parameter)]: parameter for group in optimizer.param_groups for parameter in group["params"]}
+                mine = {name: parameter for name, parameter in mine.items() if name in parts}  # others are of other stages
                 whole |= mine
                 everywhere |= mine.keys() if how == "optimizer" else set()
         keepers = _keepers({name: each.numel() for name, each in whole.items()}, everywhere, shards, num_owners)
@@ -183,6 +201,8 @@ class Updater:
 
         def one(parameter: nn.Parameter) -> list[Held]:
             name = names[id(parameter)]
+            if name not in keepers:
+                return []
             along_dp, along_tp = keepers[name]
             if here not in along_dp or shards.rank not in along_tp:
                 return []
@@ -211,7 +231,9 @@ class Updater:
             )
 
     def _slices(self, name: str, parts: Mapping[str, nn.Parameter], shape: torch.Size) -> list[Held]:
-        """What this rank owns of its part of a parameter [shape]."""
+        """What this rank owns of its part of a parameter [shape]; nothing if it is of another stage."""
+        if name not in parts:
+            return []
         part = parts[name]
         shards = self._shards if name in self._shards.pieces else None
         held: list[Held] = []

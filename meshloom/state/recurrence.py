@@ -66,7 +66,7 @@ class Recurrences:
         self._ran: list[tuple[Callable[[], Any], dict[str, Tensor], dict[str, Tensor]]] = []
         self._buffers: list[_Buffer] = []
         for name, buffer in model.named_buffers():
-            if id(buffer) not in handled:
+            if id(buffer) not in handled and (changing is None or name in changing):
                 owner, _, key = name.rpartition(".")
                 plain, ones = _flat(buffer), torch.ones_like(_flat(buffer))
                 value = buffer.detach().clone()
@@ -92,7 +92,7 @@ class Recurrences:
             if now is None or not _fits(now, buffer):
                 buffer.reshaped = True
             elif self._changing is not None:
-                changed += [(buffer, torch.ones_like(_flat(now), dtype=torch.bool))] if buffer.name in self._changing else []
+                changed.append((buffer, torch.ones_like(_flat(now), dtype=torch.bool)))
             elif not _same(now, buffer.last):
                 changed.append((buffer, _differ(now, buffer.last)))
         if any(bool((where & ~buffer.known).any()) for buffer, where in changed if not buffer.dependent) and not self._joined:
@@ -107,7 +107,7 @@ class Recurrences:
             now = buffer.now()
             assert now is not None
             buffer.last = now.detach().clone()
-        if again is not None and self._buffers and not self._joined:
+        if again is not None and self._buffers and not self._joined and self._changing is None:
             self._ran.append((again, {buffer.name: where for buffer, where in changed}, {buffer.name: buffer.last for buffer in self._buffers}))
 
     def facts(self) -> list[int]:

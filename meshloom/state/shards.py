@@ -111,13 +111,15 @@ class Shards:
                 setattr(model.get_submodule(path), attribute, placed)  # a recurrent layer's own list of weights follows
 
     def weights(self, model: nn.Module) -> Steps[dict[str, Any]]:
-        """The `state_dict` of a divided model in whole shapes. Divided tensors are gathered one by one, tied ones once.
+        """The `state_dict` of a divided model in whole shapes, without what is only a shape here. Divided tensors are gathered one by one, tied ones once.
 
         All of it is on the group's first rank, in host memory where it was divided; the others return what they hold whole.
         """
         found: dict[str, Any] = {}
         gathered: dict[str, Tensor | None] = {}  # by the first name of tied ones
         for name, tensor in model.state_dict().items():
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                continue
             first = self._first.get(name, name)
             if name in self.pieces and first not in gathered:
                 whole = yield from self.gather(name, tensor)
@@ -129,7 +131,9 @@ class Shards:
 
     def weights_bytes(self, model: nn.Module) -> int:
         """Bytes that `weights` hands to all_gather."""
-        divided = {self._first.get(name, name): tensor.dtype for name, tensor in model.state_dict().items() if name in self.pieces}
+        divided = {
+            self._first.get(name, name): tensor.dtype for name, tensor in model.state_dict().items() if name in self.pieces and not tensor.is_meta
+        }
         return sum(self.gather_bytes(name, dtype) for name, dtype in divided.items())
 
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:

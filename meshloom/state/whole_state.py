@@ -9,7 +9,7 @@ So a checkpoint looks the same under every plan, and holding its pieces takes no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,14 +33,19 @@ class Gathered:
     bytes_tp: int
 
 
-def whole_pieces(parts: Sequence[StatePart], shards: Shards, owners: Group | None, world: Group, device: torch.device) -> Steps[Gathered]:
+def whole_pieces(
+    parts: Sequence[StatePart], shards: Shards, owners: Group | None, world: Group, device: torch.device, here: Collection[str] | None = None
+) -> Steps[Gathered]:
     """This rank's pieces of the whole state tensors that all ranks' `parts` make. Every rank calls it.
 
     owners: the ranks along dp among which the parts are sliced; None: each has all of its part. world: all ranks, for what they agree on first:
-    a rank that holds nothing of a parameter does not know its state. device: where the groups' tensors lie.
+    a rank that holds nothing of a parameter does not know its state. device: where the groups' tensors lie. here: names of the parameters that are
+    divided among this rank's groups, if others are of other stages.
     """
     everyone = yield from collect(world, [[each.key, each.held.name, str(each.tensor.dtype).removeprefix("torch.")] for each in parts])
-    known: dict[str, tuple[str, torch.dtype]] = {key: (name, getattr(torch, dtype)) for rank in everyone for key, name, dtype in rank}
+    known: dict[str, tuple[str, torch.dtype]] = {
+        key: (name, getattr(torch, dtype)) for rank in everyone for key, name, dtype in rank if here is None or name in here
+    }
     mine = {each.key: each for each in parts}
     assert len(mine) == len(parts), "a rank owns one slice of a parameter"
     spans: list[list[list[int]]] = []  # [owner][tensor]

@@ -22,7 +22,9 @@ from meshloom.plan import Plan, chunk_sizes
 from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener
 from meshloom.state.data import Chunk, to_device
-from meshloom.state.model import build_model
+from meshloom.state.digest import digest
+from meshloom.state.homes import held
+from meshloom.state.model import build_model, state_of
 from meshloom.state.samples import first_batches
 from meshloom.trainer import Trainer
 from meshloom.verify.hold import hold_against
@@ -63,11 +65,11 @@ def verify(
 def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
     """Where a divided program is wrong, if it is."""
     replica = trainer.replicas[0]
-    if replica.division is None:
+    if replica.staged is None or replica.staged.division is None:
         return []
     device = replica.seat.device
     (batch,) = first_batches(job, 1, chunk_sizes(job.batch_size, plan.num_chunks)[0])
-    return [Cause("division", first_difference(replica.division.first, build_model(job, device, dtype), to_device(batch, device, dtype)))]
+    return [Cause("division", first_difference(replica.staged.division.first, build_model(job, device, dtype), to_device(batch, device, dtype)))]
 
 
 def _plan_steps(trainer: Trainer, dtype: torch.dtype | None) -> Iterator[StepRecord]:
@@ -87,7 +89,7 @@ def _plan_steps(trainer: Trainer, dtype: torch.dtype | None) -> Iterator[StepRec
 def _record(trainer: Trainer, result: StepResult, notes: Mapping[int, _Notes]) -> StepRecord:
     first = trainer.replicas[0]
     chunks = trainer.together(lambda replica: collect(replica.seat.world, _chunks(replica, notes[id(replica)])))[0]
-    digests = trainer.together(lambda replica: replica.digests())[0]
+    digests = trainer.together(_digests)[0]
     apart: list[str] = []
     try:
         trainer.together(lambda replica: replica.check_team(result.step))
@@ -164,7 +166,7 @@ def _observed(replica: Replica) -> Iterator[_Notes]:
 
 def _chunks(replica: Replica, notes: _Notes) -> list[dict[str, Any]]:
     """The replica's chunks, told by one of its ranks."""
-    return [chunk.to_dict() for chunk in notes.chunks] if replica.seat.place.tp == 0 else []
+    return [chunk.to_dict() for chunk in notes.chunks] if replica.seat.place.tp == 0 else []  # and those of a pipeline by the last stage
 
 
 def _owned(replica: Replica) -> Steps[list[float]]:
@@ -172,6 +174,12 @@ def _owned(replica: Replica) -> Steps[list[float]]:
     elements = replica.num_elements()
     mine = sum(part.stop - part.start for part in replica.exchange.owned)
     return (yield from collect(replica.seat.world, mine / elements))
+
+
+def _digests(replica: Replica) -> Steps[list[list[int]]]:
+    """Of every replica, hashes of all that its ranks hold: equal for equal replicas."""
+    everyone = yield from collect(replica.seat.world, [int(digest(each)) for each in held(state_of(replica.model).items()).values()])
+    return [[each for rank in ranks for each in everyone[rank]] for ranks in replica.plan.mesh.teams()]
 
 
 def _on_cpu(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:

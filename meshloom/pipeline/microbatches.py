@@ -1,0 +1,220 @@
+"""Runs a replica's microbatches through this rank's stages: forward and backward by the plan's schedule, or forward only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from meshloom.comm.group import Group
+from meshloom.graph.leaves import leaves_of
+from meshloom.graph.loss_programs import Shapes, shapes_of
+from meshloom.graph.stages import Crossing, Stage
+from meshloom.job import LossFunction
+from meshloom.pipeline.ready import Readiness
+from meshloom.pipeline.run import Listener, PipelineRun
+from meshloom.pipeline.schedule import Action, Schedule
+from meshloom.pipeline.stage import StageRun
+from meshloom.pipeline.staging import Staging
+
+
+class Around(Protocol):
+    """What is entered around every forward."""
+
+    def __call__(self, stage: int, microbatch: int, again: Callable[[], Any]) -> AbstractContextManager[Any]:
+        """again: runs that forward anew, with what came in, and returns what leaves."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """What is made once for microbatches of the same shapes. sent: bytes that this rank hands to sends; over_tp: to collectives along tp."""
+
+    schedule: Schedule
+    run: PipelineRun
+    stages: Mapping[int, StageRun]
+    readiness: Readiness
+    sent: int
+
+
+class Microbatches:
+    """A rank's stages and what they run on.
+
+    parameters, buffers: this rank's, by name. pp, tp: the ranks along these axes; tp None: there is one. ready: of a parameter whose gradient is complete.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        pp: Group,
+        tp: Group | None,
+        device: torch.device,
+        ready: Callable[[nn.Parameter], None],
+    ) -> None:
+        self._staging = staging
+        self._parameters = parameters
+        self._buffers = LiveBuffers(model)
+        self._pp, self._tp = pp, tp
+        self._device = device
+        self._ready = ready
+        self._known: dict[Any, _Known] = {}
+        self._readiness: Readiness | None = None  # of the run under way
+        self._batches: list[Mapping[str, Tensor]] = []
+        self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None
+        self._around: Around | None = None
+
+    def train(self, batches: Sequence[Any], *, finish: Callable[[int, Any], Tensor], around: Around, listener: Listener | None = None) -> int:
+        """Forward and backward of all; the bytes that this rank sent.
+
+        finish: of what the loss returned for a microbatch, where backward starts; called on the last stage.
+        """
+        shapes = [shapes_of(each) for each in batches]
+        known = self._get(shapes, None, training=True)
+        self._begin(batches, finish, around)
+        self._readiness = known.readiness
+        known.readiness.begin()
+        try:
+            known.run.run(_Both(known.readiness, listener) if listener else known.readiness)
+        finally:
+            self._readiness = None
+            self._end(known)
+        return known.sent
+
+    def evaluate(self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]) -> int:
+        """Forward of one batch in evaluation mode; the bytes that this rank sent. finish: of what `loss` returned, on the last stage."""
+        known = self._get([shapes_of(batch)], loss, training=False)
+
+        def take(microbatch: int, returned: Any) -> None:
+            finish(returned)
+
+        self._begin([batch], take, None)
+        try:
+            with torch.no_grad():
+                known.run.run()
+        finally:
+            self._end(known)
+        return known.sent
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """A hook of the parameters: autograd has added to its gradient."""
+        if self._readiness:
+            self._readiness.arrived(parameter)
+
+    def _begin(self, batches: Sequence[Any], finish: Callable[[int, Any], Tensor | None], around: Around | None) -> None:
+        self._batches = [leaves_of(each).tensors for each in batches]
+        self._finish, self._around = finish, around
+
+    def _end(self, known: _Known) -> None:
+        self._batches = []
+        for stage in known.stages.values():
+            stage.forget()
+
+    def _get(self, shapes: Sequence[Shapes], loss: LossFunction | None, *, training: bool) -> _Known:
+        key = loss, training, tuple(shapes)
+        if key not in self._known:
+            self._known[key] = self._make([self._staging.stages(each, loss=loss, training=training) for each in shapes], training)
+        return self._known[key]
+
+    def _make(self, stages: Sequence[Sequence[Stage]], training: bool) -> _Known:
+        schedule = self._staging.schedule(len(stages))
+        if not training:
+            schedule = forward_only(schedule)
+        last = schedule.num_stages - 1
+        mine = schedule.stages_of(self._pp.rank)
+        runs = {number: self._stage_run([each[number] for each in stages], number == last, bool(schedule.split)) for number in mine}
+        crossings = [[_without_gradient(crossing, training) for stage in each for crossing in stage.incoming] for each in stages]
+        used = {
+            number: [self._parameters[name] for name in dict.fromkeys(name for each in stages for name in each[number].parameters)] for number in mine
+        }
+        return _Known(
+            schedule=schedule,
+            run=PipelineRun(schedule, self._pp, runs, crossings, self._device),
+            stages=runs,
+            readiness=Readiness(schedule, self._pp.rank, used, self._ready),
+            sent=_sent_by(self._pp.rank, schedule, [crossing for of_one in crossings for crossing in of_one]),
+        )
+
+    def _stage_run(self, stages: Sequence[Stage], is_last: bool, split: bool) -> StageRun:
+        number = stages[0].number
+
+        def around(microbatch: int) -> AbstractContextManager[Any]:
+            return self._around(number, microbatch, lambda: run.again(microbatch)) if self._around else nullcontext()
+
+        def finish(microbatch: int, values: Sequence[Any]) -> Tensor | None:
+            return self._finish(microbatch, tree_unflatten(list(values), stages[microbatch].returned))
+
+        run = StageRun(
+            stages,
+            self._parameters,
+            self._buffers,
+            lambda microbatch: self._batches[microbatch],
+            finish=finish if is_last else None,
+            group=self._tp,
+            split=split,
+            around=around,
+        )
+        return run
+
+
+class LiveBuffers(Mapping[str, Tensor]):
+    """A model's buffers by name, as they are now: a module may put another tensor in the place of one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._places = {name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name, _ in model.named_buffers(remove_duplicate=False)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        module, key = self._places[name]
+        tensor = module._buffers[key]  # pyright: ignore[reportPrivateUsage]
+        assert tensor is not None
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same stages on the same ranks, microbatch after microbatch, without backward."""
+    actions = tuple(
+        tuple(Action(stage, "F", number) for number in range(schedule.num_microbatches) for stage in schedule.stages_of(rank))
+        for rank in range(schedule.num_ranks)
+    )
+    return replace(schedule, actions=actions)
+
+
+@dataclass(frozen=True)
+class _Both:
+    first: Listener
+    second: Listener
+
+    def began(self, action: Action) -> None:
+        self.first.began(action)
+        self.second.began(action)
+
+    def ended(self, action: Action) -> None:
+        self.second.ended(action)  # before gradients leave: the action itself is over
+        self.first.ended(action)
+
+
+def _sent_by(rank: int, schedule: Schedule, crossings: Sequence[Crossing]) -> int:
+    """Bytes that a rank sends: forward what its stages make, back the gradients of what they get."""
+    total = 0
+    for each in crossings:
+        source, destination = schedule.ranks[each.source], schedule.ranks[each.destination]
+        if source != destination:
+            total += each.num_bytes * ((source == rank) + (each.meta.requires_grad and destination == rank))
+    return total
+
+
+def _without_gradient(crossing: Crossing, training: bool) -> Crossing:
+    return crossing if training else replace(crossing, meta=replace(crossing.meta, requires_grad=False))

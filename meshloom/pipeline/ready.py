@@ -1,0 +1,59 @@
+"""Says when a parameter's gradient is complete: when the last of this rank's stages that use it has done its last backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from meshloom.pipeline.schedule import Action, Schedule
+
+
+class Readiness:
+    """A listener of a pipeline's run, and a hook of the parameters that it is about.
+
+    parameters: stage of this rank -> those that it uses. ready: called once a step for each that got a gradient, as soon as it is complete: within
+    the last backward where only one stage uses it.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, parameters: Mapping[int, Sequence[nn.Parameter]], ready: Callable[[nn.Parameter], None]
+    ) -> None:
+        self._parameters = parameters
+        self._ready = ready
+        self._last = {action.stage: action for action in schedule.actions[rank] if action.kind in ("B", "I", "W")}
+        self._users = {id(each): {stage for stage in parameters if any(each is other for other in parameters[stage])} for each in _all(parameters)}
+        self._waiting: dict[int, set[int]] = {}
+        self._closing: int | None = None
+
+    def begin(self) -> None:
+        """Before the first action of a step."""
+        self._waiting = {key: set(stages) for key, stages in self._users.items()}
+        self._closing = None
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """Autograd has added to its gradient all that the backward under way has for it."""
+        if self._closing is not None and self._waiting.get(id(parameter)) == {self._closing}:
+            del self._waiting[id(parameter)]
+            self._ready(parameter)
+
+    def began(self, action: Action) -> None:
+        self._closing = action.stage if action.kind == "B" and action == self._last[action.stage] else None
+
+    def ended(self, action: Action) -> None:
+        self._closing = None
+        if action != self._last.get(action.stage):
+            return
+        for parameter in reversed(self._parameters[action.stage]):
+            waits = self._waiting.get(id(parameter))
+            if waits is None:
+                continue
+            waits.discard(action.stage)
+            if not waits:
+                del self._waiting[id(parameter)]
+                if parameter.grad is not None:
+                    self._ready(parameter)
+
+
+def _all(parameters: Mapping[int, Sequence[nn.Parameter]]) -> list[nn.Parameter]:
+    return [each for of_stage in parameters.values() for each in of_stage]

@@ -1,0 +1,153 @@
+"""A replica's loss as stages: for every loss function, mode and shape of batch, with the same parameters in the same stages.
+
+    program of the loss --(over tp: this rank's part)--> stages 0, 1, ...   those of this rank along pp are run here
+
+One rank chooses where to cut, by what the operators of the whole program cost, and tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import on_first, share
+from meshloom.errors import CaptureError, PlanError
+from meshloom.graph.collectives import Transition
+from meshloom.graph.cost import costs
+from meshloom.graph.cut import CutChoice, choose_cuts
+from meshloom.graph.loss_programs import LossPrograms, Shapes, shapes_of
+from meshloom.graph.program import Program
+from meshloom.graph.rates import Rates, rates_here
+from meshloom.graph.stages import Stage, cut_into_stages
+from meshloom.job import Job, LossFunction
+from meshloom.pipeline.builders import make_schedule
+from meshloom.pipeline.schedule import Schedule
+from meshloom.plan import Plan
+
+STATE_FACTOR = 4.0  # a parameter with its gradient and two numbers of an optimizer
+Key = tuple[LossFunction, bool, Shapes]
+
+
+class Staging:
+    """The stages of `job`'s loss under `plan`, as a rank with `programs` runs them. rates: default: of the machine of the rank that chooses."""
+
+    def __init__(self, job: Job, plan: Plan, programs: LossPrograms, team: Group, *, rates: Rates | None = None) -> None:
+        self.programs = programs
+        self.choice: CutChoice | None = None  # of the first program, on the rank that chose
+        self._job = job
+        self._plan = plan
+        self._team = team
+        self._rates = rates
+        self._homes: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
+        self._cut: dict[Key, tuple[Stage, ...]] = {}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Stage -> its rank along pp."""
+        return self.schedule(1).ranks
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The plan's, for so many microbatches."""
+        plan = self._plan
+        return make_schedule(plan.schedule, plan.pp, num_microbatches, plan.num_stages // plan.pp)
+
+    def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[tuple[Stage, ...]]:
+        """Read the loss of batches like `batch`, divide it, cut it. All ranks of `world` call it; batch and model count on its rank 0."""
+        shapes = yield from self.programs.open(batch, world, model)
+        return (yield from self._make(shapes, self._job.loss, True, world))
+
+    def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
+        """Make sure that batches like `batch` can be run. All ranks of the replica call it with the same batch."""
+        function, shapes = loss or self._job.loss, shapes_of(batch)
+        if (function, training, shapes) not in self._cut:
+            yield from self.programs.ready(batch, loss=function, training=training)
+            yield from self._make(shapes, function, training, self._team)
+
+    def stages(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> tuple[Stage, ...]:
+        """All stages for batches of these shapes, which are ready: of the parts that this rank has along tp."""
+        return self._cut[loss or self._job.loss, training, shapes]
+
+    def _make(self, shapes: Shapes, loss: LossFunction, training: bool, group: Group) -> Steps[tuple[Stage, ...]]:
+        whole = self.programs.whole(shapes, loss=loss, training=training)
+        if self._plan.num_stages == 1:
+            numbers = [0] * len(whole.nodes)
+        else:
+            choice = yield from on_first(group, lambda: self._choose(whole), PlanError)
+            numbers: list[int] = yield from share(group, [choice.stage_of[node.name] for node in whole.nodes] if choice else None)
+            self.choice = self.choice or choice
+        stage_of = {node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}
+        part = self.programs.program(shapes, loss=loss, training=training)
+        stages = cut_into_stages(part, with_changes_placed(part, stage_of), self._plan.num_stages)
+        homes = _users(stages)
+        if self._homes is None:
+            self._homes = homes
+        for name, users in homes.items():
+            missing = [stage for stage in users if self.ranks[stage] not in {self.ranks[home] for home in self._homes[name] or (0,)}]
+            if missing:
+                raise CaptureError(
+                    f"{'The loss' if loss is self._job.loss else getattr(loss, '__name__', 'A metric')} of batches like these uses {name} in stage "
+                    f"{missing[0]}, and it lies in stage {(self._homes[name] or (0,))[0]}. Name other cuts, so that it does not."
+                )
+        self._cut[loss, training, shapes] = stages
+        return stages
+
+    def _choose(self, whole: Program) -> CutChoice:
+        plan = self._plan
+        rates = self._rates or rates_here(whole.device.type, plan.pp)
+        in_flight = _in_flight(self.schedule(plan.microbatches))
+        return choose_cuts(
+            whole,
+            costs(whole),
+            plan.num_stages,
+            rates,
+            cuts=plan.cuts,
+            memory_bytes=float(plan.memory_bytes * plan.tp) or None,
+            in_flight=in_flight,
+            state_factor=STATE_FACTOR,
+        )
+
+
+def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """The stage of every node of one rank's part: its own, as in the whole program; of changes of placement where fewer bytes cross.
+
+    A change that makes a value larger is made where it is wanted, another one where the value is made.
+    """
+    found = dict(stage_of)
+    first_use: dict[str, int] = {}
+    for node in part.nodes:
+        for ref in node.operands():
+            if node.name in stage_of:
+                first_use[ref.name] = min(first_use.get(ref.name, stage_of[node.name]), stage_of[node.name])
+    for node in part.nodes:
+        if node.name in found:
+            continue
+        made = max((found.get(ref.name, 0) for ref in node.operands()), default=0)
+        grows = isinstance(node.target, Transition) and node.target.source == "part" and node.target.target != "part"
+        found[node.name] = max(made, first_use.get(node.name, made)) if grows else made
+    return found
+
+
+def _users(stages: tuple[Stage, ...]) -> dict[str, tuple[int, ...]]:
+    program = stages[0].program
+    found: dict[str, list[int]] = {name: [] for name in (*program.parameters, *program.buffers)}
+    names = {each.value: name for variables in (program.parameters, program.buffers) for name, each in variables.items()}
+    for stage in stages:
+        for name in dict.fromkeys(names[ref.name] for node in stage.program.nodes for ref in node.operands() if ref.name in names):
+            found[name].append(stage.number)
+    return {name: tuple(numbers) for name, numbers in found.items()}
+
+
+def _in_flight(schedule: Schedule) -> list[int]:
+    """Most microbatches whose activations each stage holds at a time."""
+    most = [0] * schedule.num_stages
+    now = [0] * schedule.num_stages
+    for actions in schedule.actions:
+        for action in actions:
+            now[action.stage] += action.kind == "F"
+            most[action.stage] = max(most[action.stage], now[action.stage])
+            now[action.stage] -= action.kind in ("B", "W")
+    return most

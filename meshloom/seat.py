@@ -1,0 +1,33 @@
+"""Where a replica's rank sits, as it sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from meshloom.comm.group import Group
+from meshloom.comm.record import RecordedGroup
+from meshloom.mesh import Axis, Place
+
+
+class Seat(Protocol):
+    """Where a replica sits: its number and coordinates, its device, and the groups it talks in."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def place(self) -> Place: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def groups(self) -> Mapping[Axis, RecordedGroup]: ...
+    @property
+    def statistics(self) -> RecordedGroup: ...  # the ranks along dp again; for what is exchanged inside forward and backward
+    @property
+    def world(self) -> Group: ...  # all ranks, CPU tensors; for decisions and reports, not counted as traffic of the plan
+    @property
+    def team(self) -> Group | None: ...  # this replica's ranks in order of pp, then of tp, likewise, if there are several
+    @property
+    def readers(self) -> Group: ...  # the ranks along dp, likewise

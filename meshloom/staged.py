@@ -1,0 +1,260 @@
+"""What a rank holds and computes of a replica whose loss is read: some stages along pp, its part of them along tp.
+
+    read the loss on one rank -> divide it over tp -> cut it into stages -> every rank lets go of what it does not hold
+
+A plan with tp, pp or recomputation runs so; with pp=1 there is one stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import collect, on_first
+from meshloom.errors import DataError
+from meshloom.graph.division import Division
+from meshloom.graph.loss_programs import LossPrograms, shapes_of
+from meshloom.graph.pieces import place
+from meshloom.graph.stages import Stage
+from meshloom.graph.traffic import sent_in_chunk
+from meshloom.graph.undivided import Undivided
+from meshloom.job import Job, LossFunction
+from meshloom.mesh import Axis
+from meshloom.pipeline.microbatches import Microbatches
+from meshloom.pipeline.run import Listener
+from meshloom.pipeline.staging import Staging
+from meshloom.plan import Plan, chunk_sizes
+from meshloom.seat import Seat
+from meshloom.state.buffers import RunningStatistics
+from meshloom.state.data import to_device
+from meshloom.state.digest import digest
+from meshloom.state.homes import Homes, changed_in, held, holders_of, shapes_of_tensors
+from meshloom.state.model import state_of
+from meshloom.state.samples import first_batches
+from meshloom.state.shards import Shards
+
+
+class Staged:
+    """One rank's stages of `job`'s loss under `plan`, and what it holds for them.
+
+    sent: axis -> what the steps so far are expected to have handed to each kind of operation along it, in bytes.
+    """
+
+    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None) -> None:
+        self.plan = plan
+        self.seat = seat
+        self.job = job
+        self.dtype = dtype
+        team = seat.team or simulated_groups(1)[0]
+        self.pp: Group = seat.groups["pp"] if plan.pp > 1 else simulated_groups(1)[0]
+        self.tp: Group | None = seat.groups["tp"] if plan.tp > 1 else None
+        self.division: Division | None = None
+        if self.tp is not None:
+            limit = plan.memory_bytes * plan.pp or None
+            self.division = Division(job, self.tp, team, dtype=dtype, placements=plan.tp_placements, memory_bytes=limit)
+        programs: LossPrograms = self.division or Undivided(job, team, dtype=dtype)
+        self.staging = Staging(job, plan, programs, team)
+        self.sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
+        self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
+        self.homes: Homes
+        self.shards: Shards
+        self.microbatches: Microbatches
+        self.statistics: dict[int, RunningStatistics] = {}
+        self._team = team
+        self._model: nn.Module
+        self._summed: list[tuple[str, nn.Parameter]] = []
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._over_tp: dict[int, Counter[str]] = {}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, where the loss is."""
+        return self.staging.ranks[-1] == self.pp.rank
+
+    def open(self, model: nn.Module) -> Steps[None]:
+        """Read the loss, decide who holds what, and let go of the rest. All ranks call it; model: whole, and on rank 0 as it was built."""
+        size = chunk_sizes(self.job.batch_size, self.plan.num_chunks)[0]
+        batches = yield from on_first(self.seat.world, lambda: first_batches(self.job, 1, size), DataError)
+        batch = to_device(batches[0] if batches else None, self.seat.device, self.dtype)
+        stages = yield from self.staging.open(batch, self.seat.world, model)
+        self.stages = tuple(stage for stage in stages if self.staging.ranks[stage.number] == self.pp.rank)
+        self.homes = Homes(holders_of(stages, self.staging.ranks), self.pp, self._team)
+        self.homes.release(model)
+        self.shards = Shards(self.staging.programs.pieces, self.tp)
+        self.shards.divide(model)
+        self._model = model
+        self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
+        self.statistics = {stage.number: RunningStatistics(model, self.seat.groups["dp"], changing=changed_in(stage)) for stage in self.stages}
+
+    def owned(self) -> list[tuple[str, nn.Parameter]]:
+        """The trainable parameters that this rank updates, by name."""
+        return [(name, each) for name, each in self._parameters.items() if each.requires_grad and self.homes.owns(name)]
+
+    def connect(self, ready: Callable[[nn.Parameter], None]) -> ExitStack:
+        """From now on `ready` is called once a step for each of `owned()` whose gradient is complete. Closing what is returned ends it."""
+        lent, summed = set(self.homes.lent), set(self.staging.programs.summed)
+        self._ready = ready
+        self._summed = [(name, each) for name, each in self.owned() if name in summed]
+        now = {id(each) for name, each in self.owned() if name not in lent and name not in summed}
+        self._later = [each for name, each in self.owned() if name in lent and name not in summed]
+
+        def complete(parameter: nn.Parameter) -> None:
+            if id(parameter) in now:
+                ready(parameter)
+
+        self.microbatches = Microbatches(self.staging, self._model, self._parameters, self.pp, self.tp, self.seat.device, complete)
+        undo = ExitStack()
+        for _, parameter in self.owned():
+            if id(parameter) in now:
+                undo.callback(parameter.register_post_accumulate_grad_hook(self.microbatches.arrived).remove)
+        return undo
+
+    def train(
+        self,
+        batches: Sequence[Any],
+        *,
+        finish: Callable[[int, Any], Tensor],
+        begin: Callable[[int, ExitStack, bool], None],
+        listener: Listener | None = None,
+    ) -> Steps[None]:
+        """Forward and backward of this replica's microbatches, until every owned gradient is complete.
+
+        finish: of what the loss returned for a microbatch, where backward starts; called on the last stage.
+        begin: of a microbatch, seeds its draws and enters what stays around its forward; True: it is the last stage's, the first time.
+        """
+        for batch in batches:
+            yield from self.staging.ready(batch)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if batches:
+            self.sent["pp"]["send"] += self.microbatches.train(batches, finish=finish, around=partial(self._around, begin), listener=listener)
+            self._count_over_tp(batches, None, training=True)
+        yield from self.homes.return_gradients(self._parameters)
+        for parameter in self._later:
+            if parameter.grad is not None:
+                self._ready(parameter)
+        if batches and self._summed:
+            yield from self._sum_over_tp()
+
+    def add_up(self, sums: Tensor) -> Steps[None]:
+        """Make `sums`, which the last stage's rank knows and the others have as zeros, known to all ranks along pp."""
+        if self.pp.size > 1:
+            work = self.pp.all_reduce(sums)
+            self.sent["pp"]["all_reduce"] += sums.nbytes
+            yield
+            work.wait()
+
+    def evaluate(self, batch: Any, metric: LossFunction, finish: Callable[[Any], None]) -> Steps[None]:
+        """What `metric` returns for a batch in evaluation mode, to `finish` on the last stage."""
+        yield from self.staging.ready(batch, loss=metric, training=False)
+        self.sent["pp"]["send"] += self.microbatches.evaluate(batch, metric, finish)
+        self._count_over_tp([batch], metric, training=False)
+
+    def published(self) -> Steps[None]:
+        """After every update: who borrows parameters gets their new values."""
+        self.sent["pp"]["send"] += self.homes.bytes_per_step(self._parameters)
+        yield from self.homes.lend(self._parameters)
+
+    def whole(self, tensors: Mapping[str, Tensor | None]) -> Steps[dict[str, Tensor | None]]:
+        """Whole tensors, on rank 0, of all ranks' parts: by names of the model's parameters or buffers, in the model's order.
+
+        tensors: of this rank's parameters and buffers, or some of them, or of gradients; None counts, too. The same kind on all ranks.
+        """
+        gathered: dict[str, Tensor | None] = {}
+        for name, tensor in tensors.items():
+            if self.homes.owns(name):
+                self.sent["tp"]["all_gather"] += 0 if tensor is None else self.shards.gather_bytes(name, tensor.dtype)
+                gathered[name] = None if tensor is None else (yield from self.shards.gather(name, tensor.detach()))
+        if self.pp.size == 1:
+            return gathered
+        names: list[list[str]] = yield from collect(self._team, list(gathered))
+        wanted = {name for each in names for name in each}
+        like = {name: each for name, each in shapes_of_tensors(state_of(self._model), self.shards).items() if name in wanted}
+        return (yield from self._to_first(gathered, like))
+
+    def weights(self) -> Steps[dict[str, Any]]:
+        """The model's `state_dict` in whole shapes; all of it on rank 0."""
+        self.sent["tp"]["all_gather"] += self.shards.weights_bytes(self._model)
+        mine = yield from self.shards.weights(self._model)
+        if self.pp.size == 1:
+            return mine
+        state = self._model.state_dict()
+        tensors = {name: each for name, each in mine.items() if isinstance(each, Tensor)}
+        like = shapes_of_tensors({name: each for name, each in state.items() if isinstance(each, Tensor)}, self.shards)
+        found = yield from self._to_first(tensors, like)
+        return {name: found.get(name, each) for name, each in state.items() if name in found or not isinstance(each, Tensor)}
+
+    def _to_first(
+        self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> Steps[dict[str, Tensor | None]]:
+        moves = self.tp is None or self.tp.rank == 0
+        self.sent["pp"]["send"] += self.homes.bytes_of_gather(tensors, like) if moves else 0
+        return (yield from self.homes.gather(tensors, like, self.seat.device, moves=moves))
+
+    @contextmanager
+    def _around(self, begin: Callable[[int, ExitStack, bool], None], stage: int, microbatch: int, again: Callable[[], Any]) -> Iterator[None]:
+        def once_more() -> Any:
+            with ExitStack() as around:
+                begin(microbatch, around, False)
+                return again()
+
+        with ExitStack() as around:
+            around.enter_context(self.statistics[stage].chunk(once_more))
+            begin(microbatch, around, stage == self.plan.num_stages - 1)
+            yield
+
+    def _count_over_tp(self, batches: Sequence[Any], loss: LossFunction | None, *, training: bool) -> None:
+        if self.tp is None:
+            return
+        for batch in batches:
+            for stage in self.staging.stages(shapes_of(batch), loss=loss, training=training):
+                if self.staging.ranks[stage.number] == self.pp.rank:
+                    if id(stage) not in self._over_tp:
+                        found: Counter[str] = Counter()
+                        for each in sent_in_chunk(stage.program, self.tp.rank):
+                            found[each.collective] += each.num_bytes
+                        self._over_tp[id(stage)] = found
+                    self.sent["tp"].update(self._over_tp[id(stage)])
+
+    def _sum_over_tp(self) -> Steps[None]:
+        """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
+
+        What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the whole.
+        """
+        assert self.tp is not None
+        shards = self.shards
+        used = [(name, parameter) for name, parameter in self._summed if parameter.grad is not None]
+        for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
+            mine = [(name, parameter.grad) for name, parameter in used if parameter.dtype == dtype and parameter.grad is not None]
+            whole = [place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient for name, gradient in mine]
+            flat = torch.cat([each.reshape(-1) for each in whole])
+            work = self.tp.all_reduce(flat)
+            self.sent["tp"]["all_reduce"] += flat.nbytes
+            yield
+            work.wait()
+            for (name, gradient), each, part in zip(mine, whole, flat.split([each.numel() for each in whole]), strict=True):
+                gradient.copy_(shards.take(name, part.view(each.shape)))
+        for _, parameter in used:
+            self._ready(parameter)
+
+    def check_alike(self) -> Steps[str | None]:
+        """What is wrong if a parameter or buffer that several ranks of the replica hold whole is not the same on all of them."""
+        alike = {name: int(digest(each)) for name, each in held(state_of(self._model).items()).items() if name not in self.shards.pieces}
+        everyone: list[dict[str, int]] = yield from collect(self._team, alike)
+        first: dict[str, tuple[int, int]] = {}
+        for rank, theirs in enumerate(everyone):
+            for name, value in theirs.items():
+                other, known = first.setdefault(name, (rank, value))
+                if value != known:
+                    places = " and ".join(f"pp={each // self.plan.tp},tp={each % self.plan.tp}" for each in (other, rank))
+                    return f"{name} differs between ranks {places}, which both hold all of it"
+        return None

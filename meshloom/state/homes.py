@@ -1,0 +1,204 @@
+"""Which ranks along pp hold which parameters and buffers: those whose stages use them.
+
+    embedding      rank 0 owns it      rank 3 borrows it (a tied head)
+    blocks.0       rank 0 owns it
+    blocks.7                           rank 3 owns it
+
+Every parameter has one owner, which updates it and keeps its optimizer state. Who else uses it borrows it: once a step its gradients go to
+the owner, which adds them up in the order of ranks, and the new value comes back. So it is clipped, counted and saved once, by any optimizer.
+On other ranks only its shape is left, as a tensor on the meta device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group, Work
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import collect
+from meshloom.graph.nodes import refs_in
+from meshloom.graph.stages import Stage
+from meshloom.state.shards import Shards
+
+
+class Homes:
+    """Who holds what along pp, as one rank sees it.
+
+    holders: parameter or buffer -> ranks along pp that hold it, the owner first. group: the ranks along pp. team: all ranks of the replica, for
+    decisions (CPU tensors), in order of pp, then of tp.
+    """
+
+    def __init__(self, holders: Mapping[str, tuple[int, ...]], group: Group, team: Group) -> None:
+        self.holders = holders
+        self._group = group
+        self._team = team
+        self._first: dict[str, str] = {}  # every name of a tensor in the model -> the one that `holders` knows
+
+    @property
+    def rank(self) -> int:
+        """This rank's number along pp."""
+        return self._group.rank
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has the tensor of that name."""
+        return self.rank in self.holders[self._first.get(name, name)]
+
+    def owns(self, name: str) -> bool:
+        """Whether it is the one that updates and saves it."""
+        return self.owner(name) == self.rank
+
+    def owner(self, name: str) -> int:
+        """The rank along pp that updates and saves it."""
+        return self.holders[self._first.get(name, name)][0]
+
+    @property
+    def lent(self) -> list[str]:
+        """Names of what several ranks hold, in one order everywhere."""
+        return [name for name, ranks in self.holders.items() if len(ranks) > 1]
+
+    def release(self, model: nn.Module) -> None:
+        """Leave only the shape of what other ranks hold, under all its names."""
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, Tensor] = {}
+        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        for key, tensor in tensors.items():
+            known = next(name for name in names[key] if name in self.holders)
+            self._first.update(dict.fromkeys(names[key], known))
+            if self.rank in self.holders[known]:
+                continue
+            shape = torch.empty_like(tensor, device="meta")
+            placed = nn.Parameter(shape, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape
+            for name in names[key]:
+                path, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(path), attribute, placed)
+
+    def return_gradients(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
+        """Owners add to their gradients those of the borrowers, whose own are gone then. parameters: what this rank holds."""
+        mine = [(name, parameters[name]) for name in self.lent if name in parameters and parameters[name].requires_grad and self.holds(name)]
+        arriving: list[tuple[Work, Tensor, nn.Parameter]] = []
+        sending: list[tuple[Work, Tensor]] = []
+        for name, parameter in mine:
+            for borrower in self.holders[name][1:]:
+                if borrower == self.rank:
+                    flagged = parameter.new_zeros(parameter.numel() + 1)
+                    if parameter.grad is not None:
+                        flagged[0] = 1
+                        flagged[1:] = parameter.grad.reshape(-1)
+                    sending.append((self._group.send(flagged, self.owner(name)), flagged))
+                    parameter.grad = None
+                elif self.owns(name):
+                    received = parameter.new_empty(parameter.numel() + 1)
+                    arriving.append((self._group.recv(received, borrower), received, parameter))
+        yield
+        for work, received, parameter in arriving:
+            work.wait()
+            if received[0]:
+                gradient = received[1:].view(parameter.shape)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        for work, _ in sending:
+            work.wait()
+
+    def lend(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
+        """Borrowers get the owners' values."""
+        works: list[tuple[Work, Tensor, nn.Parameter | None]] = []
+        for name in self.lent:
+            parameter = parameters.get(name)
+            if parameter is None or not parameter.requires_grad or not self.holds(name):
+                continue
+            if not self.owns(name):
+                value = parameter.detach().new_empty(parameter.shape)
+                works.append((self._group.recv(value, self.owner(name)), value, parameter))
+                continue
+            value = parameter.detach().contiguous()
+            works += [(self._group.send(value, borrower), value, None) for borrower in self.holders[name][1:]]
+        yield
+        for work, value, parameter in works:
+            work.wait()
+            if parameter is not None:
+                parameter.detach().copy_(value)
+
+    def gather(
+        self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device, *, moves: bool
+    ) -> Steps[dict[str, Tensor | None]]:
+        """On the first rank of the replica: the owners' tensors, by the names of `like` and in their order; None where the owner has None.
+
+        like: shape and dtype of each, the same names on all ranks, but for None. moves: whether this rank takes part, as the first along tp does;
+        the others only agree on what there is. Elsewhere nothing comes of it.
+        """
+        there = yield from collect(self._team, [name for name in like if self.owns(name) and tensors.get(name) is not None])
+        present = {name for names in there for name in names}
+        if not moves:
+            return {}
+        found: dict[str, Tensor | None] = {}
+        for name, (shape, dtype) in like.items():
+            tensor = tensors.get(name)
+            if self.owner(name) == 0 or name not in present:
+                found[name] = tensor if name in present else None
+            elif self.owns(name):
+                assert tensor is not None
+                sent = tensor.detach().to(device).contiguous()
+                work = self._group.send(sent, 0)
+                yield
+                work.wait()
+            elif self.rank == 0:
+                received = torch.empty(shape, dtype=dtype, device=device)
+                work = self._group.recv(received, self.owner(name))
+                yield
+                work.wait()
+                found[name] = received
+        return found if self.rank == 0 else {}
+
+    def bytes_per_step(self, parameters: Mapping[str, nn.Parameter]) -> int:
+        """What `return_gradients` and `lend` hand to sends: a gradient and a flag to the owner, a value to each borrower."""
+        total = 0
+        for name in self.lent:
+            if name in parameters and parameters[name].requires_grad and self.holds(name):
+                each = parameters[name]
+                total += each.nbytes * (len(self.holders[name]) - 1) if self.owns(name) else each.nbytes + each.element_size()
+        return total
+
+    def bytes_of_gather(self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+        """What `gather` hands to sends here."""
+        mine = [like[name] for name, each in tensors.items() if each is not None and name in like and self.rank and self.owns(name)]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in mine)
+
+
+def holders_of(stages: Sequence[Stage], ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Parameter or buffer -> the ranks along pp that hold it, in the order of the stages that use it. What no stage uses the first rank holds.
+
+    ranks: stage -> its rank.
+    """
+    program = stages[0].program
+    found: dict[str, tuple[int, ...]] = {}
+    for variables in (program.parameters, program.buffers):
+        for name, variable in variables.items():
+            users = [ranks[stage.number] for stage in stages if name in changed_in(stage)]
+            users += [ranks[stage.number] for stage in stages if variable.value in _used(stage)]
+            found[name] = tuple(dict.fromkeys(users)) or (0,)
+    return found
+
+
+def changed_in(stage: Stage) -> frozenset[str]:
+    """Names of the buffers that running a stage changes."""
+    return stage.program.in_place | stage.program.updates.keys()
+
+
+def _used(stage: Stage) -> set[str]:
+    program = stage.program
+    return {ref.name for node in program.nodes for ref in node.operands()} | {ref.name for ref in refs_in((program.outputs, dict(program.updates)))}
+
+
+def held(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """What is there of named tensors: those that are more than a shape."""
+    return {name: tensor for name, tensor in tensors if not tensor.is_meta}
+
+
+def shapes_of_tensors(named: Mapping[str, Tensor], shards: Shards) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Whole shape and dtype of each."""
+    return {name: (shards.whole_shape(name, tensor), tensor.dtype) for name, tensor in named.items()}

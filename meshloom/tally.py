@@ -1,0 +1,45 @@
+"""A step's loss over the chunks that a rank has computed, as sums that add up over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.errors import JobError
+from meshloom.loss import as_sum
+from meshloom.state.chunks import Chunk
+
+
+class Tally:
+    """sums: loss, weight, chunks, chunks whose loss was a mean over samples; float64 [4]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._one = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=device) for is_mean in (False, True)}
+
+    def begin(self) -> None:
+        """A new step."""
+        self.sums = torch.zeros_like(self.sums)
+
+    def add(self, returned: Any, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Of what the loss returned for a chunk: where backward starts, the sum and its weight.
+
+        Of means over samples the whole batch's weight is known at once, and dividing a number is cheaper than a gradient.
+        """
+        loss, weight = as_sum(returned, chunk.samples)
+        is_mean = not isinstance(returned, tuple)
+        self.sums[0] += loss.detach()
+        self.sums[1] += weight
+        self.sums[2:] += self._one[is_mean]
+        return (loss / chunk.batch if is_mean else loss), loss, weight
+
+    def result(self, batch: int) -> tuple[float, float, Tensor]:
+        """When the sums are those of all ranks: loss, weight, and what gradients are still to be divided by. batch: samples of the global batch."""
+        total, weight, num_chunks, num_means = self.sums.tolist()
+        if num_means not in (0, num_chunks):
+            raise JobError(
+                f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always."
+            )
+        return total, weight, self.sums[1] / batch if num_means else self.sums[1]
