@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,6 +25,8 @@ from overhead import overheads
 from waiting import time_schedules
 
 from meshloom.pipeline.builders import KINDS
+
+sys.path.append(str(Path(__file__).parents[1] / "step"))  # the benchmark GPT
 
 PARTS = ("overhead", "waiting", "gpt", "alive")
 
@@ -37,10 +41,14 @@ def main() -> int:
     parser.add_argument("--bytes", type=int, default=256, help="--waiting: of the value between two stages")
     parser.add_argument("--schedules", nargs="+", default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="--gpt: steps of each system in a round")
     arguments = parser.parse_args()
     if arguments.part is None:
         parser.error(f"Choose one of {', '.join(f'--{part}' for part in PARTS)}.")
     torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        run_gpt(arguments)
+        return 0
     records: list[dict[str, Any]] = []
     if arguments.part == "overhead":
         records = overheads()
@@ -48,14 +56,30 @@ def main() -> int:
         for ranks in arguments.ranks:
             for number in arguments.microbatches or [8, 16]:
                 records += on_ranks(time_schedules, ranks, arguments.schedules, number, arguments.rounds, arguments.bytes)
+    elif arguments.part == "gpt":
+        import training
+
+        records = training.launched(sys.argv[1:])
     lines = "".join(json.dumps(record) + "\n" for record in records)
     if arguments.json == "-":
         sys.stdout.write(lines)
     elif arguments.json:
         Path(arguments.json).write_text(lines)
     for record in records:
-        print(described(record), file=sys.stderr)
+        print(described(record, records), file=sys.stderr)
     return 0
+
+
+def run_gpt(arguments: argparse.Namespace) -> None:
+    """On each of the ranks that torchrun started; rank 0 writes the records."""
+    import training
+
+    records = [
+        record for number in arguments.microbatches or [4, 8]
+        for record in training.time_systems(arguments.schedules, number, arguments.rounds, arguments.steps)
+    ]  # fmt: skip
+    if os.environ["RANK"] == "0":
+        Path(arguments.json).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def on_ranks(function: Callable[..., list[dict[str, Any]]], size: int, *arguments: Any) -> list[dict[str, Any]]:
@@ -81,13 +105,23 @@ def _rank(rank: int, size: int, directory: Path, function: Callable[..., list[di
     dist.destroy_process_group()
 
 
-def described(record: dict[str, Any]) -> str:
+def described(record: dict[str, Any], records: list[dict[str, Any]]) -> str:
     """A line of a table."""
     head = f"{record['schedule']:<12} p={record['ranks']} m={record['microbatches']:<3}"
     if "idle" in record:
-        idle = record["idle"]
-        return f"{head} idle {idle['median']:6.1%} ({idle['minimum']:.1%} to {idle['maximum']:.1%}), on paper {idle['on_paper']:.1%}; {record['seconds']['median']:.3f} s"
-    return f"{head} {record['what']:<12} {record['microseconds_per_action']['median']:5.1f} us per action"
+        idle, seconds = record["idle"], record["seconds"]["median"]
+        return f"{head} idle {idle['median']:6.1%} ({idle['minimum']:.1%} to {idle['maximum']:.1%}), on paper {idle['on_paper']:.1%}; {seconds:.3f} s"
+    if "microseconds_per_action" in record:
+        return f"{head} {record['what']:<12} {record['microseconds_per_action']['median']:5.1f} us per action"
+    seconds = record["seconds"]
+    line = f"{head} {record['system']:<11} {seconds['median'] * 1e3:7.1f} ms ({seconds['minimum'] * 1e3:.1f} to {seconds['maximum'] * 1e3:.1f})"
+    if record["system"] == "pipelining":
+        return line
+    same = ("schedule", "microbatches")
+    peer = next(each for each in records if each["system"] == "pipelining" and all(each[key] == record[key] for key in same))
+    paired = statistics.median(own / their for own, their in zip(record["rounds"], peer["rounds"], strict=True))
+    bound = record["on_paper"] + record["update"]
+    return f"{line}   {seconds['median'] / peer['seconds']['median']:.3f} ({paired:.3f}) of pipelining, {seconds['median'] / bound:.3f} of the bound"
 
 
 if __name__ == "__main__":

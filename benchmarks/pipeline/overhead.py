@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from meshloom.comm.group import Group, Work
 from meshloom.graph.nodes import Input, Meta, Ref
@@ -21,6 +22,7 @@ from meshloom.pipeline.run import PipelineRun
 from meshloom.pipeline.stage import StageRun
 
 META = Meta(shape=(8,), dtype=torch.float32, stride=(1,), requires_grad=True)
+SPEC = tree_flatten(0)[1]
 
 
 def overheads(num_ranks: int = 4, num_microbatches: int = 32, rounds: int = 30) -> list[dict[str, Any]]:
@@ -97,11 +99,11 @@ def empty_stage(number: int, num_stages: int, num_microbatches: int, split: bool
     incoming, outgoing = tuple(crossings[number - 1 : number] if number else ()), tuple(crossings[number : number + 1])
     source = Input(value=f"x{number}", name="x", meta=meta)
     program = Program(
-        parameters={}, buffers={}, constants={}, inputs=(source,), nodes=(), outputs=(Ref(source.value),), out_spec=None,  # pyright: ignore[reportArgumentType]
+        parameters={}, buffers={}, constants={}, inputs=(source,), nodes=(), outputs=(Ref(source.value),), out_spec=SPEC,
         updates={}, in_place=frozenset(), device=torch.device("cpu"), training=True,
     )  # fmt: skip
     leaf = {"x": torch.zeros(meta.shape, requires_grad=True)}
-    stage = Stage(number=number, program=program, incoming=incoming, outgoing=outgoing)
+    stage = Stage(number=number, program=program, incoming=incoming, outgoing=outgoing, returned=SPEC)
     finish = (lambda microbatch, returned: returned[0].sum()) if number + 1 == num_stages else None
     return StageRun([stage] * num_microbatches, {}, {}, lambda microbatch: leaf, finish=finish, split=split)
 
