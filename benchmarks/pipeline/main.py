@@ -32,14 +32,14 @@ PARTS = ("overhead", "waiting", "gpt", "alive")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for part in PARTS:
         parser.add_argument(f"--{part}", dest="part", action="store_const", const=part, help=f"see {part}.py")
     parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="--waiting: ranks, in runs of their own")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="--waiting: in runs of their own; --alive takes the least")
     parser.add_argument("--microbatches", type=int, nargs="+", help="default: 8 and 16 for --waiting, 4 and 8 for --gpt, 4, 16 and 64 for --alive")
     parser.add_argument("--bytes", type=int, default=256, help="--waiting: of the value between two stages")
-    parser.add_argument("--schedules", nargs="+", default=list(KINDS))
+    parser.add_argument("--schedules", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="--gpt: steps of each system in a round")
     arguments = parser.parse_args()
@@ -60,6 +60,10 @@ def main() -> int:
         import training
 
         records = training.launched(sys.argv[1:])
+    elif arguments.part == "alive":
+        from alive import kept_bytes
+
+        records = kept_bytes(arguments.schedules, arguments.microbatches or [4, 16, 64], min(arguments.ranks))
     lines = "".join(json.dumps(record) + "\n" for record in records)
     if arguments.json == "-":
         sys.stdout.write(lines)
@@ -111,6 +115,9 @@ def described(record: dict[str, Any], records: list[dict[str, Any]]) -> str:
     if "idle" in record:
         idle, seconds = record["idle"], record["seconds"]["median"]
         return f"{head} idle {idle['median']:6.1%} ({idle['minimum']:.1%} to {idle['maximum']:.1%}), on paper {idle['on_paper']:.1%}; {seconds:.3f} s"
+    if "kept" in record:
+        mib = "  ".join(f"{each / 2**20:.1f}" for each in record["kept"])
+        return f"{head} kept on each rank, MiB: {mib}; peak of the process {record['peak_rss'] / 2**20:.0f} MiB above what it held"
     if "microseconds_per_action" in record:
         return f"{head} {record['what']:<12} {record['microseconds_per_action']['median']:5.1f} us per action"
     seconds = record["seconds"]

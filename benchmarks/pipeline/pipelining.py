@@ -26,7 +26,7 @@ SCHEDULES: dict[str, type[Any]] = {
 class Part(nn.Module):
     """A run of the GPT's blocks, with what comes before the first and after the last."""
 
-    def __init__(self, whole: nn.Module, first_block: int, num_blocks: int, *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, whole: Any, first_block: int, num_blocks: int, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.token, self.position = (whole.token, whole.position) if is_first else (None, None)
         self.blocks = nn.ModuleList(list(whole.blocks)[first_block : first_block + num_blocks])
@@ -34,11 +34,11 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens [batch, length] or [batch, length, width] -> [batch, length, width] or logits."""
-        if self.token is not None and self.position is not None:
+        if self.token:
             x = self.token(x) + self.position(torch.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) if self.head is not None and self.norm is not None else x
+        return self.head(self.norm(x)) if self.head else x
 
 
 def open_pipelining(

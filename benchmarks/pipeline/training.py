@@ -151,8 +151,11 @@ class Watch:
         """The step is over."""
         self._after.append(time.perf_counter() - self._ended)
 
-    def figures(self, name: str, num_microbatches: int) -> dict[str, float]:
-        """on_paper: the schedule's length for the medians of its actions' seconds. update: of the rank that has least to wait before it."""
+    def figures(self, name: str, num_microbatches: int) -> dict[str, Any]:
+        """on_paper: the schedule's length for the medians of its actions' seconds, which are in `actions` by stage and kind.
+
+        update: seconds after the last action, of the rank that has least to wait for then.
+        """
         takes: dict[Action, float] = {}
         updates: list[float] = []
         everyone: list[Any] = [None] * RANKS
@@ -161,4 +164,9 @@ class Watch:
             takes |= {action: statistics.median(seconds) for action, seconds in seen.items()}
             updates.append(statistics.median(after))
         schedule = make_schedule(name, RANKS, num_microbatches)
-        return {"on_paper": run_on_paper(schedule, takes.__getitem__).length, "update": min(updates)}
+        kinds = sorted({(action.stage, action.kind) for action in takes})
+        of_kind = {
+            f"{stage}{kind}": statistics.median(seconds for action, seconds in takes.items() if (action.stage, action.kind) == (stage, kind))
+            for stage, kind in kinds
+        }
+        return {"on_paper": run_on_paper(schedule, takes.__getitem__).length, "update": min(updates), "actions": of_kind}

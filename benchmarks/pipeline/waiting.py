@@ -27,6 +27,7 @@ def time_schedules(names: list[str], num_microbatches: int, rounds: int, num_byt
 
     num_bytes: of the value that goes from each stage to the next, and of its gradient.
     """
+    assert dist.group.WORLD is not None
     group = C10dGroup(dist.group.WORLD, [f"rank {rank}" for rank in range(dist.get_world_size())])
     made = {name: Waiting(make_schedule(name, group.size, num_microbatches), group, num_bytes) for name in names}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}

@@ -71,14 +71,14 @@ def with_later_weights(program: Program, later: Later) -> Program:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, later: Later, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.later, ctx.bias = later, bias
-        ctx.save_for_backward(x, weight)
+        ctx.later, ctx.weight, ctx.bias = later, weight, bias  # not saved: hooks on what is saved may give back copies, and gradients belong to these
+        ctx.save_for_backward(x)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        bias = ctx.bias
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
         dx = gradient.matmul(weight) if ctx.needs_input_grad[1] else None
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.later.collecting:
