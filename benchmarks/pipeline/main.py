@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="--waiting: in runs of their own; --alive takes the least")
     parser.add_argument("--microbatches", type=int, nargs="+", help="default: 8 and 16 for --waiting, 4 and 8 for --gpt, 4, 16 and 64 for --alive")
     parser.add_argument("--bytes", type=int, default=256, help="--waiting: of the value between two stages")
+    parser.add_argument("--milliseconds", type=float, default=40.0, help="--waiting: forward of a microbatch through a rank's stages")
     parser.add_argument("--schedules", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="--gpt: steps of each system in a round")
@@ -55,7 +56,9 @@ def main() -> int:
     elif arguments.part == "waiting":
         for ranks in arguments.ranks:
             for number in arguments.microbatches or [8, 16]:
-                records += on_ranks(time_schedules, ranks, arguments.schedules, number, arguments.rounds, arguments.bytes)
+                records += on_ranks(
+                    time_schedules, ranks, arguments.schedules, number, arguments.rounds, arguments.bytes, arguments.milliseconds / 1e3
+                )
     elif arguments.part == "gpt":
         import training
 

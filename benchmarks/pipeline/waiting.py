@@ -19,17 +19,17 @@ from meshloom.pipeline.run import PipelineRun
 from meshloom.pipeline.schedule import Action, Schedule
 from meshloom.pipeline.timing import run_on_paper
 
-SECONDS = {"F": 0.04, "B": 0.08, "I": 0.04, "W": 0.04}  # of all stages of a rank, per microbatch
+PARTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # of what a forward takes
 
 
-def time_schedules(names: list[str], num_microbatches: int, rounds: int, num_bytes: int) -> list[dict[str, Any]]:
+def time_schedules(names: list[str], num_microbatches: int, rounds: int, num_bytes: int, seconds: float) -> list[dict[str, Any]]:
     """On each of the ranks; a record per schedule. They are timed in turns, the first round warms up.
 
-    num_bytes: of the value that goes from each stage to the next, and of its gradient.
+    num_bytes: of the value that goes from each stage to the next, and of its gradient. seconds: of a microbatch's forward through all stages of a rank.
     """
     assert dist.group.WORLD is not None
     group = C10dGroup(dist.group.WORLD, [f"rank {rank}" for rank in range(dist.get_world_size())])
-    made = {name: Waiting(make_schedule(name, group.size, num_microbatches), group, num_bytes) for name in names}
+    made = {name: Waiting(make_schedule(name, group.size, num_microbatches), group, num_bytes, seconds) for name in names}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(rounds + 1):
         for name in names[:: -1 if number % 2 else 1]:
@@ -42,10 +42,10 @@ def time_schedules(names: list[str], num_microbatches: int, rounds: int, num_byt
 class Waiting:
     """A pipeline whose stages sleep. A schedule with several stages on a rank divides the time among them."""
 
-    def __init__(self, schedule: Schedule, group: C10dGroup, num_bytes: int) -> None:
+    def __init__(self, schedule: Schedule, group: C10dGroup, num_bytes: int, seconds: float) -> None:
         self.schedule, self._group = schedule, group
         share = group.size / schedule.num_stages
-        self.seconds = {kind: each * share for kind, each in SECONDS.items()}
+        self.seconds = {kind: seconds * parts * share for kind, parts in PARTS.items()}
         meta = Meta(shape=(num_bytes // 4,), dtype=torch.float32, stride=(1,), requires_grad=True)
         stages: Any = {number: Sleeper(number, schedule, self.seconds, meta) for number in schedule.stages_of(group.rank)}
         crossings = [chain(schedule.num_stages, meta)] * schedule.num_microbatches
