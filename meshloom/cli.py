@@ -28,6 +28,7 @@ from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.links import measure_links
 from meshloom.report.description import description_records, print_description
+from meshloom.report.directory import print_run_directory, read_run_directory, run_directory_records, show_timeline
 from meshloom.report.machine import machine_records, print_machine
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.verb == "calibrate":
             return _start_calibration(arguments, words)
+        if arguments.verb == "report":
+            return _report(arguments)
         check_target(arguments.target)
         if arguments.verb == "describe":
             return _run_here(arguments)
@@ -71,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="meshloom", description="Train a single-device PyTorch job on many devices, and prove that the result is the same."
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify | describe | calibrate")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify | describe | calibrate | report")
     train = verbs.add_parser("train", help="train a job under a plan")
     verify = verbs.add_parser("verify", help="run a job under a plan and on one device, and compare")
     for verb in (train, verify):
@@ -104,6 +107,14 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--out", metavar="FILE", help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)")
     calibrate.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long a rank waits for another (default: 60)")
     calibrate.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
+    report = verbs.add_parser("report", help="say what a run has left in its directory, or draw a step of it")
+    report.add_argument("run", metavar="RUN", help="the directory that the run was given as --out")
+    report.add_argument(
+        "--timeline", metavar="FILE", nargs="?", const="-",
+        help="what every rank did and when: FILE.svg, FILE.png, FILE.json (for Perfetto); without FILE, or with -, in the terminal",
+    )  # fmt: skip
+    report.add_argument("--step", type=int, metavar="N", help="the timeline of step N (default: the newest that was recorded)")
+    report.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     return parser
 
 
@@ -222,6 +233,22 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
         account = divided(job, plan, batch_size=arguments.batch, machine=load(Path(arguments.machine)) if arguments.machine else None)
         print(f"\n{text_of(account)}", file=stream)
         records.write("division", plan=str(plan), **asdict(account))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    stream = sys.stderr if arguments.json == "-" else sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
+    directory = Path(arguments.run)
+    if arguments.timeline is not None or arguments.step is not None:
+        show_timeline(directory, arguments.timeline or "-", arguments.step, console)
+    else:
+        print_run_directory(read_run_directory(directory), console)
+    if arguments.json is not None:
+        with ExitStack() as stack:
+            records = _Records(arguments.json, stack)
+            for record in run_directory_records(read_run_directory(directory)):
+                records.write(**record)
     return 0
 
 

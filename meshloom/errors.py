@@ -45,6 +45,12 @@ class CheckpointError(MeshloomError):
     exit_code = 2
 
 
+class ReportError(MeshloomError):
+    """Something about a run that was not recorded, cannot be read, or cannot be drawn as asked."""
+
+    exit_code = 2
+
+
 class DataError(MeshloomError):
     """Data that ran dry, differs between ranks, or cannot be split as the plan needs."""
 

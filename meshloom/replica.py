@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
+from meshloom.comm.seat import Seat
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import agree, collect
 from meshloom.errors import DataError, JobError, TrainingError
@@ -33,10 +34,10 @@ from meshloom.exchange.zero import ZeroOne
 from meshloom.job import Job
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis
-from meshloom.pipeline.run import Listener
+from meshloom.pipeline.recorder import Recorder
+from meshloom.pipeline.spans import SpanKind
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
-from meshloom.seat import Seat
 from meshloom.staged import Staged
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.checkpoint import Piece
@@ -47,7 +48,7 @@ from meshloom.state.model import build_model, copy_from_first, facts, state_of
 from meshloom.state.not_finite import watch_finite
 from meshloom.state.optimizer import Updater
 from meshloom.state.shards import Shards
-from meshloom.tally import Tally
+from meshloom.state.tally import Tally
 
 
 class Observer(Protocol):
@@ -87,7 +88,7 @@ class Replica:
         self.dtype = dtype
         self.replicas = seat.groups["dp"]
         self.observer: Observer | None = None
-        self.listener: Listener | None = None  # who is told of a pipeline's actions
+        self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
         self.model = build_model(job, seat.device, dtype)
         self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
@@ -150,7 +151,8 @@ class Replica:
         filled = [chunk for chunk in chunks if chunk.samples]
         if self.staged:
             yield from self._run_stages(self.staged, filled)
-            work = self.replicas.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
+            # On a communicator of its own: gradients have started to travel, on some replicas more than on others.
+            work = self.seat.statistics.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
         else:
             work = self._run_chunks(filled)
         self.arrivals.append(time.monotonic())
@@ -158,20 +160,26 @@ class Replica:
         if work is not None:
             work.wait()
         total, weight, divisor = self._tally.result(chunks[0].batch)
-        gradients = yield from self.exchange.finish(divisor)
+        with self._span("exchange"):
+            gradients = yield from self.exchange.finish(divisor)
         yield from self._check_finite(step, filled, total, weight)
         for statistics in self.statistics:
             yield from statistics.finish()
         if self.observer:
             mine = yield from self.exchange.full_gradients(gradients)
             self.observer.averaged((yield from self.staged.whole(mine)) if self.staged else mine)
-        norm = yield from self.updater.update(gradients, total / weight)
+        with self._span("update"):
+            norm = yield from self.updater.update(gradients, total / weight)
         for axis, sent in self._sent.items():
             sent.update(self.updater.bytes_per_step(axis))
-        yield from self.exchange.publish()
-        if self.staged:
-            yield from self.staged.published()
+        with self._span("exchange"):
+            yield from self.exchange.publish()
+            if self.staged:
+                yield from self.staged.published()
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
+
+    def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
+        return self.recorder.span(kind) if self.recorder else nullcontext()
 
     def _run_chunks(self, filled: Sequence[Chunk]) -> Work | None:
         """Chunk after chunk, the model's own forward and backward. What is returned makes the tally that of all replicas."""
@@ -205,7 +213,7 @@ class Replica:
             self._begin_chunk(filled[microbatch], around, self.observer if watched else None)
 
         self.exchange.begin_last_chunk()
-        yield from staged.train([self._data(chunk) for chunk in filled], finish=finish, begin=begin, listener=self.listener)
+        yield from staged.train([self._data(chunk) for chunk in filled], finish=finish, begin=begin, listener=self.recorder)
         yield from staged.add_up(self._tally.sums)
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
@@ -375,19 +383,29 @@ class Replica:
             raise DataError(
                 f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over."
             )
-        found = yield from collect(self.seat.world, self._find_not_finite(chunks))
-        rank, where = next(((rank, where) for rank, where in enumerate(found) if where), (0, "the sum over all chunks overflowed"))
+        here: list[Any] | None
+        if self.staged:
+
+            def begin(microbatch: int, around: ExitStack, watched: bool) -> None:
+                self._begin_chunk(chunks[microbatch], around)
+
+            here = yield from self.staged.find_not_finite([self._data(chunk) for chunk in chunks], begin)
+        else:
+            where = self._find_not_finite(chunks)
+            here = [0, where] if where else None
+        found = yield from collect(self.seat.world, here)
+        _, rank, where = min(
+            ((each[0], rank, each[1]) for rank, each in enumerate(found) if each), default=(0, 0, "the sum over all chunks overflowed")
+        )
         raise TrainingError(
             f"The loss of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
             "lower the learning rate, clip gradients, or look at this batch."
         )
 
     def _find_not_finite(self, chunks: Sequence[Chunk]) -> str | None:
-        for name, parameter in held(self.model.named_parameters()).items():
+        for name, parameter in self.model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 return f"whose parameter {name} was not finite before the step"
-        if self.staged:
-            return None
         for chunk in chunks:
             with torch.no_grad(), watch_finite(self.model) as first:
                 loss = self._again(chunk, self._data(chunk))

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
+from meshloom.comm.seat import Seat
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first
 from meshloom.errors import DataError
 from meshloom.graph.division import Division
 from meshloom.graph.loss_programs import LossPrograms, shapes_of
+from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import place
 from meshloom.graph.stages import Stage
 from meshloom.graph.traffic import sent_in_chunk
@@ -33,7 +35,6 @@ from meshloom.pipeline.microbatches import Microbatches
 from meshloom.pipeline.run import Listener
 from meshloom.pipeline.staging import Staging
 from meshloom.plan import Plan, chunk_sizes
-from meshloom.seat import Seat
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.data import to_device
 from meshloom.state.digest import digest
@@ -193,6 +194,35 @@ class Staged:
         found = yield from self._to_first(tensors, like)
         return {name: found.get(name, each) for name, each in state.items() if name in found or not isinstance(each, Tensor)}
 
+    def find_not_finite(self, batches: Sequence[Any], begin: Callable[[int, ExitStack, bool], None]) -> Steps[list[Any] | None]:
+        """Where a value became NaN, as [stage, text]; None if it was not here. All ranks of the replica call it. begin: as for `train`."""
+        bad = next((name for name, each in held(self._model.named_parameters()).items() if not bool(torch.isfinite(each).all())), None)
+        everyone = yield from collect(self._team, bad)
+        if any(everyone):
+            return [self.stages[0].number, f"whose parameter {bad} was not finite before the step"] if bad else None
+        found: list[Any] | None = None
+
+        def look(number: int, stage: int, node: Node, value: Any) -> None:
+            nonlocal found
+            if found is None and isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+                where = " at ".join(filter(None, (node.path, str(node.line or ""))))
+                found = [stage, f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}"]
+
+        @contextmanager
+        def around(number: int, stage: int, microbatch: int, again: Callable[[], Any]) -> Iterator[None]:
+            with ExitStack() as stack:
+                begin(number, stack, False)
+                yield
+
+        for number, batch in enumerate(batches):
+            self.microbatches.look(batch, partial(around, number), partial(look, number))
+        return found
+
+    def _place(self, rank: int) -> str:
+        """A rank of the replica, by its coordinates."""
+        pp, tp = divmod(rank, self.plan.tp)
+        return ",".join(f"{axis}={at}" for axis, at in (("pp", pp), ("tp", tp)) if getattr(self.plan, axis) > 1)
+
     def _to_first(
         self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> Steps[dict[str, Tensor | None]]:
@@ -255,6 +285,6 @@ class Staged:
             for name, value in theirs.items():
                 other, known = first.setdefault(name, (rank, value))
                 if value != known:
-                    places = " and ".join(f"pp={each // self.plan.tp},tp={each % self.plan.tp}" for each in (other, rank))
+                    places = " and ".join(map(self._place, (other, rank)))
                     return f"{name} differs between ranks {places}, which both hold all of it"
         return None

@@ -20,10 +20,13 @@ from meshloom.errors import CheckpointError, JobError, MeshloomError, PlanError
 from meshloom.job import Job
 from meshloom.launch import World, launched_plan, open_world
 from meshloom.mesh import Axis
+from meshloom.pipeline.recorder import Recorder
 from meshloom.plan import Plan
 from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener, Progress, Summary
+from meshloom.report.recording import Recording, gather_timeline, is_kept, write_recording
 from meshloom.report.summary import Traffic, time_shares
+from meshloom.report.timeline import Timeline
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.saving import save
@@ -102,6 +105,7 @@ class Trainer:
         self._evaluation_data: Any = None
         self._results: list[StepResult] = []
         self._first_loss = math.nan
+        self._timelines: list[Timeline] = []
         with self._stack as building:
             self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds))
             self.replicas = [Replica(job, self.plan, seat, dtype=dtype) for seat in self.world.local]
@@ -129,6 +133,9 @@ class Trainer:
     def step(self, batch: Batch) -> float:
         """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
         started, held_up = time.monotonic(), self._held_up()
+        recorded = self.plan.pp > 1 and self.out is not None and is_kept(batch.step + 1, self._start_step, self.steps)
+        for replica in self.replicas:
+            replica.recorder = Recorder(replica.seat.device) if recorded else None
         self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
         self.next_step = batch.step + 1
         if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
@@ -139,6 +146,8 @@ class Trainer:
         self._clock.steps += time.monotonic() - started
         self._clock.held_up += self._held_up() - held_up
         self._clock.num_steps += 1
+        if recorded:
+            self._keep_timeline(batch.step + 1)
         result = self._results[0]
         if self._clock.num_steps == 1:
             self._first_loss = result.loss
@@ -214,6 +223,18 @@ class Trainer:
             shares=time_shares(clock.steps + clock.data, clock.data, clock.held_up, arrivals, replica.seat.rank, clock.num_steps),
             checkpoint=checkpoint,
         )
+
+    def _keep_timeline(self, step: int) -> None:
+        """Add the step's timeline to those in `out`. step: counted from 1."""
+
+        def gather(replica: Replica) -> Steps[Timeline]:
+            assert replica.recorder and replica.staged
+            schedule = replica.staged.staging.schedule(self.plan.microbatches)
+            return gather_timeline(replica.seat.world, replica.recorder.take(), step=step, place=replica.seat.place, schedule=schedule)
+
+        self._timelines.append(self.together(gather)[0])
+        if self.world.main and self.out is not None:
+            write_recording(self.out, Recording(plan=str(self.plan), timelines=tuple(self._timelines)))
 
     def _counts(self) -> dict[str, Count]:
         """What this process's first rank handed to collectives along dp, by kind."""

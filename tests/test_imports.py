@@ -23,6 +23,7 @@ ORDER = [
     ["report"],
     ["planner"],
     ["replica"],
+    ["staged"],
     ["state"],
     ["exchange"],
     ["pipeline"],

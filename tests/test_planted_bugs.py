@@ -44,13 +44,13 @@ def missing_microbatches(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
 def mean_of_means(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     """Every chunk's gradient is a mean, and the chunks count the same."""
-    as_sum = meshloom.replica.as_sum
+    as_sum = meshloom.state.tally.as_sum
 
     def as_mean(loss: Any, samples: int, **settings: Any) -> Any:
         total, weight = as_sum(loss, samples, **settings)
         return total / weight + (total - total / weight).detach(), weight  # the value is right, the gradient is a mean's
 
-    monkeypatch.setattr(meshloom.replica, "as_sum", as_mean)
+    monkeypatch.setattr(meshloom.state.tally, "as_sum", as_mean)
     batch = 13
     divide_by(monkeypatch, lambda weight: torch.full_like(weight, plan.num_chunks / (batch if weight == 1 else 1)))
 
@@ -117,9 +117,9 @@ def tied_twice(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 def tied_twice_in_the_norm(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     clip = meshloom.state.optimizer.clip
 
-    def more(gradients: Any, largest: float, owners: Any, device: Any) -> Any:
+    def more(gradients: Any, largest: float, owners: Any, device: Any, **settings: Any) -> Any:
         embedding = next(each for each in gradients if each is not None and each.numel() == 29 * 15)
-        norm = yield from clip([*gradients, embedding.clone()], largest, owners, device)
+        norm = yield from clip([*gradients, embedding.clone()], largest, owners, device, **settings)
         return norm
 
     monkeypatch.setattr(meshloom.state.optimizer, "clip", more)

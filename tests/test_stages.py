@@ -18,6 +18,7 @@ from meshloom.graph.program import Program
 from meshloom.graph.stages import cut_into_stages
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.check import most_in_flight
+from meshloom.pipeline.traffic import traffic_of_ranks
 from tests.families import FAMILIES
 from tests.families.limits import FLOAT32_ONLY, NOT_READ
 from tests.jobs import make_job
@@ -102,6 +103,8 @@ def test_what_is_alive_and_what_is_sent(schedule: str):
                     expected += 6 * each.num_bytes * ((source == rank) + (destination == rank and each.meta.requires_grad))
         assert sent == expected
     assert sum(ran.sent) > 0
+    predicted = traffic_of_ranks([[each for stage in ran.crossings for each in stage.incoming]] * 6, made.ranks)
+    assert sum(each.num_bytes for each in predicted) == sum(ran.sent)
 
 
 def test_what_is_computed_of_the_batch_does_not_cross():
@@ -157,7 +160,7 @@ def _worst(program: Program, cost: Any, stages: int, bounds: tuple[int, ...]) ->
         ({"num_stages": 3, "cuts": ["model.layers.1"]}, "makes 2 stages, and the plan has 3. Name 2."),
         ({"num_stages": 3, "cuts": ["model.layers.1", "model.layers.0"]}, "model.layers.0 runs before model.layers.1"),
         ({"num_stages": 10_000}, "and 10000 stages need 9999. Use at most"),
-        ({"num_stages": 2, "memory_bytes": 1000.0}, "No cut into 2 stages fits into 0.0 MiB a rank"),
+        ({"num_stages": 2, "memory_bytes": 1000.0}, "No cut into 2 stages fits into 1000 B a rank"),
     ],
 )
 def test_cuts_that_cannot_be(settings: dict[str, Any], sentence: str):

@@ -71,7 +71,7 @@ def test_heads_that_several_ranks_share_equal_one_device():
 def test_what_is_divided_takes_less_of_every_rank():
     with keyed(make_job("mlp", "adamw"), "tp=2,tp_placements=first:column+second:row") as trainer:
         one, other = trainer.replicas
-        assert one.shards is not None and one.division is not None
+        assert one.staged is not None and one.staged.division is not None
         divided = [name for name, _ in one.named if name in one.shards.pieces]
         assert {"first.weight", "first.bias", "second.weight"} <= set(divided)
         for name, parameter in one.named:
@@ -120,7 +120,7 @@ def test_a_checkpoint_goes_on_under_any_plan(optimizer: str, tmp_path: Path):
 
 def test_ranks_that_drift_apart_are_found():
     with keyed(make_job("gpt", "sgd"), "tp=2", steps=1) as trainer:
-        alike = next(name for name, _ in trainer.replicas[1].named if name not in trainer.replicas[1].shards.pieces)  # type: ignore[union-attr]
+        alike = next(name for name, _ in trainer.replicas[1].named if name not in trainer.replicas[1].shards.pieces)
         with torch.no_grad():
             dict(trainer.replicas[1].named)[alike].view(-1)[0] += 1e-9
         with pytest.raises(TrainingError, match=r"differs between ranks tp=0 and tp=1"):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshloom.graph.amounts import amount
 from meshloom.graph.choose import Choice
 from meshloom.graph.cost import Cost
 from meshloom.graph.cuts import candidates
@@ -101,7 +102,7 @@ def text_of(account: Account) -> str:
         f"tp={account.num_ranks} divides {account.parameters_divided:.1%} of the parameters and {account.flops_divided:.1%} of the FLOPs; "
         f"a rank computes {account.work:.1%} of all FLOPs."
     ]
-    sent = ", ".join(f"{name} {_shown(size)}" for name, size in account.num_bytes.items())
+    sent = ", ".join(f"{name} {amount(size)}" for name, size in account.num_bytes.items())
     lines += [f"Sent by a rank per step: {sent}." if sent else "Nothing is sent."]
     lines += [f"Rates: {account.rates}."] if account.rates else []
     lines += [f"Whole: {each.what}{f' x{each.times}' if each.times > 1 else ''} ({each.share:.1%}): {each.why}." for each in account.whole]
@@ -258,17 +259,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _calls(row: ModuleRow, *, backward: bool) -> str:
-    return ", ".join(f"{calls} {name} {_shown(num_bytes)}" for (name, way), (calls, num_bytes) in row.sent if way == backward)
+    return ", ".join(f"{calls} {name} {amount(num_bytes)}" for (name, way), (calls, num_bytes) in row.sent if way == backward)
 
 
 def _line(node: Node) -> str:
     return f"at {node.line}: {node.line.text}" if node.line and node.line.text else f"at {node.line}" if node.line else "at no line of yours"
-
-
-def _shown(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -1,53 +1,38 @@
 """Where a program is cut into stages: so that the slowest stage is as fast as can be.
 
 The operators are taken in eager's order, in which every stage is one run of them: no value flows back. A stage takes what its operators
-take, forward and backward, and what sending over its two ends takes. The best ends are found exactly, by dynamic programming over all
-places where the program may be cut:
-
-    slowest[k][end] = min over start of max(slowest[k - 1][start], time of [start, end))
-
-A place is left out where a tuple or a number would cross, or where a buffer that is updated is used on both sides. Or the user names the modules that begin stages.
+take, forward and backward, and what sending over its two ends takes (`intervals.py`). The best places are found by dynamic programming
+(`best_cuts.py`). Or the user names the modules that begin stages.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy
-
 from meshloom.errors import PlanError
-from meshloom.graph.cost import Cost
-from meshloom.graph.nodes import refs_in
+from meshloom.graph.amounts import amount
+from meshloom.graph.best_cuts import Limits, best_cuts, rank_bytes, refined
+from meshloom.graph.cost import Cost, Kept
+from meshloom.graph.intervals import Intervals, StageCost
+from meshloom.graph.lines import describe_line
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
-from meshloom.graph.stages import computed_of_the_batch, updating
+from meshloom.graph.work import Work, work_of
 
-
-@dataclass(frozen=True, kw_only=True)
-class StageCost:
-    """One stage: seconds of compute per microbatch (forward and backward), bytes of its parameters and of the activations that a microbatch
-    keeps, and bytes of the values that leave it (one way).
-
-    module: that in which it begins.
-    """
-
-    module: str
-    seconds: float
-    parameter_bytes: int
-    kept_bytes: int
-    sent_bytes: int
+Homes = Mapping[str, Collection[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutChoice:
-    """stage_of: node -> stage. stages: what each costs."""
+    """stage_of: node -> stage. stages: what each costs. rank_bytes: most that each rank holds of parameters, gradients, optimizer state and activations."""
 
     stage_of: Mapping[str, int]
     stages: tuple[StageCost, ...]
+    rank_bytes: tuple[int, ...]
 
     @property
     def imbalance(self) -> float:
@@ -65,138 +50,124 @@ def choose_cuts(
     *,
     cuts: Sequence[str] = (),
     memory_bytes: float | None = None,
-    in_flight: Sequence[int] = (),
+    in_flight: Sequence[Sequence[int]] = (),
     state_factor: float = 1.0,
+    ranks: Sequence[int] = (),
+    homes: Homes | None = None,
+    work: Mapping[str, Work] | None = None,
+    kept: Mapping[str, Sequence[Kept]] | None = None,
+    step_seconds: Callable[[Sequence[StageCost]], float] | None = None,
 ) -> CutChoice:
     """The stage of every node.
 
     cuts: modules that begin the stages after the first, instead of a choice.
-    memory_bytes: most that a stage may hold: `state_factor` times its parameters' bytes, and for [stage] `in_flight` microbatches what one keeps.
-    Raises `PlanError` if there are fewer places to cut than wanted, a module is not there, or no cut fits into the memory.
+    memory_bytes: most that a rank may hold: `state_factor` times its parameters' bytes, and the activations in flight. Exact where each rank has one
+        stage; with several, cuts that fit may be missed.
+    in_flight: [moment][stage], microbatches whose activations are held, as `pipeline.check.held_by_stage` tells of a schedule; default: one of each.
+    ranks: stage -> its rank; default: each has its own.
+    homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these.
+    work, kept: node -> its seconds, and what it makes autograd keep; default: those of `costs`, at `rates`.
+    step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the shortest step is taken.
+    Raises `PlanError` if there are fewer places to cut than wanted, a module is not there, or no cut fits into the memory or to the homes.
     """
-    line = _Line(program, costs, rates or Rates())
-    if cuts:
-        ends = _given(program, line, cuts, num_stages)
-    else:
-        ends = _best(line, num_stages, memory_bytes, in_flight or [1] * num_stages, state_factor)
-    bounds = [0, *ends, len(program.nodes)]
-    stage_of = {node.name: stage for stage, (start, end) in enumerate(pairwise(bounds)) for node in program.nodes[start:end]}
-    return CutChoice(stage_of=stage_of, stages=tuple(line.stage(start, end) for start, end in pairwise(bounds)))
+    rates = rates or Rates()
+    line = Intervals(
+        program,
+        work if work is not None else work_of(program, costs, rates),
+        kept if kept is not None else {name: cost.kept for name, cost in costs.items()},
+        link_bytes_per_second=rates.link_bytes_per_second,
+        state_factor=state_factor,
+    )
+    limits = Limits(
+        ranks=tuple(ranks) or tuple(range(num_stages)),
+        memory_bytes=math.inf if memory_bytes is None else memory_bytes,
+        in_flight=tuple(in_flight) or ((1,) * num_stages,),
+        forbidden=_forbidden(line, homes or {}, num_stages),
+    )
+    chosen = _given(line, cuts, limits, homes or {}) if cuts else _best(line, limits, homes or {}, state_factor)
+    if step_seconds is not None and not cuts:
+        chosen = refined(line, limits, chosen, lambda tried: step_seconds(_stages(line, tried)))
+    bounds = [0, *chosen, len(program.nodes)]
+    return CutChoice(
+        stage_of={node.name: stage for stage, (start, end) in enumerate(pairwise(bounds)) for node in program.nodes[start:end]},
+        stages=tuple(_stages(line, chosen)),
+        rank_bytes=tuple(map(round, rank_bytes(line, limits, chosen))),
+    )
 
 
-class _Line:
-    """The operators in order, with sums up to every place between them. A place is a number of operators: those before it."""
-
-    def __init__(self, program: Program, costs: Mapping[str, Cost], rates: Rates) -> None:
-        self.program = program
-        self.rates = rates
-        nodes = program.nodes
-        at = {node.name: number for number, node in enumerate(nodes)}
-        free = computed_of_the_batch(program)
-        seconds = [rates.node_seconds(costs[node.name]) for node in nodes]
-        given = {each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)} | set(program.constants)
-        kept = numpy.zeros(len(nodes))
-        seen: set[str] = set()
-        for number, node in enumerate(nodes):
-            for each in costs[node.name].kept:
-                if each.memory not in seen and each.memory not in given:
-                    seen.add(each.memory)
-                    kept[number] += each.num_bytes
-        variables = {each.value: each for each in program.parameters.values()}
-        weights = numpy.zeros(len(nodes))
-        held: set[str] = set()
-        for number, node in enumerate(nodes):
-            for ref in node.operands():
-                if ref.name in variables and ref.name not in held:
-                    held.add(ref.name)
-                    weights[number] += variables[ref.name].meta.num_bytes
-        self.seconds, self.kept, self.weights = _sums(seconds), _sums(kept), _sums(weights)
-        last = {name: number for number, node in enumerate(nodes) for name in (ref.name for ref in node.operands())}
-        last |= {ref.name: len(nodes) for ref in refs_in(program.outputs)}
-        self.crossing = numpy.zeros(len(nodes) + 1)  # bytes of the values that are alive across a place, and come back where they have a gradient
-        self.one_way = numpy.zeros(len(nodes) + 1)
-        legal = numpy.ones(len(nodes) + 1, dtype=bool)
-        for name, number in at.items():
-            until = last.get(name, number)
-            if name in free or until <= number:
-                continue
-            outputs = nodes[number].outputs
-            if len(outputs) != 1:
-                legal[number + 1 : until + 1] = False
-                continue
-            size = outputs[0].num_bytes
-            self.one_way[number + 1 : until + 1] += size
-            self.crossing[number + 1 : until + 1] += size * (2 if outputs[0].requires_grad else 1)
-        for together in updating(program).values():
-            places = [at[name] for name in together]
-            legal[min(places) + 1 : max(places) + 1] = False
-        own = _sums([float(node.name not in free) for node in nodes])
-        legal &= (own > 0) & (own < own[-1])  # no stage computes nothing
-        self.places = [int(place) for place in numpy.flatnonzero(legal)]
-
-    def stage(self, start: int, end: int) -> StageCost:
-        """What the operators from one place to another cost."""
-        nodes = self.program.nodes
-        module = next((node.path for node in nodes[start:end] if node.path), "")
-        return StageCost(
-            module=module,
-            seconds=float(self.seconds[end] - self.seconds[start]),
-            parameter_bytes=int(self.weights[end] - self.weights[start]),
-            kept_bytes=int(self.kept[end] - self.kept[start]),
-            sent_bytes=int(self.one_way[end]) if end < len(nodes) else 0,
-        )
+def _stages(line: Intervals, cuts: Sequence[int]) -> list[StageCost]:
+    return [line.stage(start, end) for start, end in pairwise([0, *cuts, line.num_nodes])]
 
 
-def _best(line: _Line, num_stages: int, memory_bytes: float | None, in_flight: Sequence[int], state_factor: float) -> list[int]:
-    if len(line.places) < num_stages - 1:
+def _forbidden(line: Intervals, homes: Homes, num_stages: int) -> dict[int, list[int]]:
+    """Stage -> operators that use what other stages hold."""
+    found: dict[int, list[int]] = {}
+    for name, uses in line.uses.items():
+        if name in homes:
+            for stage in set(range(num_stages)) - set(homes[name]):
+                found.setdefault(stage, []).extend(uses)
+    return found
+
+
+def _best(line: Intervals, limits: Limits, homes: Homes, state_factor: float) -> list[int]:
+    count = limits.num_stages
+    if len(line.places) < count - 1:
         raise PlanError(
-            f"The model can be cut at {len(line.places)} places, and {num_stages} stages need {num_stages - 1}. Use at most {len(line.places) + 1} stages."
+            f"The model can be cut at {len(line.places)} places, and {count} stages need {count - 1}. Use at most {len(line.places) + 1} stages."
         )
-    places = numpy.array([0, *line.places, len(line.program.nodes)])
-    sending = line.crossing[places] / line.rates.link_bytes_per_second
-    slowest = numpy.full(len(places), math.inf)
-    slowest[0] = 0.0
-    back: list[numpy.ndarray] = []
-    for stage in range(num_stages):
-        reached = numpy.full(len(places), math.inf)
-        start_of = numpy.zeros(len(places), dtype=int)
-        for end in range(1, len(places)):
-            starts = slice(0, end)
-            takes = line.seconds[places[end]] - line.seconds[places[starts]] + sending[starts] + sending[end]
-            if memory_bytes is not None:
-                holds = state_factor * (line.weights[places[end]] - line.weights[places[starts]])
-                holds = holds + in_flight[stage] * (line.kept[places[end]] - line.kept[places[starts]])
-                takes = numpy.where(holds <= memory_bytes, takes, math.inf)
-            # Of ends that are as good, those that leave less to send: a thousandth of it counts.
-            found = numpy.maximum(slowest[starts], takes) + 1e-3 * (sending[starts] + sending[end])
-            start_of[end] = int(found.argmin())
-            reached[end] = found[start_of[end]]
-        slowest = reached
-        back.append(start_of)
-    if not math.isfinite(slowest[-1]):
+    found = best_cuts(line, limits)
+    if found is None:
+        _check_homes(line, homes, count)
+        whole = line.stage(0, line.num_nodes)
         raise PlanError(
-            f"No cut into {num_stages} stages fits into {_gib(memory_bytes or 0)} a rank: parameters with their gradients and optimizer state are "
-            f"{_gib(state_factor * float(line.weights[-1]))}, and the activations of one microbatch {_gib(float(line.kept[-1]))}. "
-            "Use more stages, more microbatches, or a schedule that holds fewer of them."
+            f"No cut into {count} stages {'was found that fits' if limits.is_shared else 'fits'} into {amount(limits.memory_bytes)} a rank: "
+            f"parameters with their gradients and optimizer state are {amount(whole.state_bytes)}, and the activations of one microbatch "
+            f"{amount(whole.kept_bytes)}. Use more stages, more microbatches, or a schedule that holds fewer of them."
         )
-    ends: list[int] = []
-    at = len(places) - 1
-    for start_of in reversed(back):
-        at = int(start_of[at])
-        ends.append(int(places[at]))
-    return ends[-2::-1] if len(ends) > 1 else []
+    return found
 
 
-def _given(program: Program, line: _Line, cuts: Sequence[str], num_stages: int) -> list[int]:
-    if len(cuts) != num_stages - 1:
-        raise PlanError(f"cuts={'+'.join(cuts)} makes {len(cuts) + 1} stages, and the plan has {num_stages}. Name {num_stages - 1}.")
+def _check_homes(line: Intervals, homes: Homes, num_stages: int) -> None:
+    """Raise `PlanError` naming the first operator that can be in no stage: its parameters are elsewhere than what runs before it."""
+    places = {0, *line.places}
+    names: dict[int, list[str]] = {}
+    for name, uses in line.uses.items():
+        for use in uses if name in homes else ():
+            names.setdefault(use, []).append(name)
+    reached, before = {0}, ""
+    for number, node in enumerate(line.program.nodes):
+        if number in places:
+            reached |= {stage + 1 for stage in reached if number and stage + 1 < num_stages}
+        for name in names.get(number, ()):
+            if not reached & set(homes[name]):
+                raise PlanError(
+                    f"{node.operator} at {describe_line(node.line)} uses {name}, which lies in {_stages_named(homes[name])} since the first program was "
+                    f"cut{f', but runs after {before}' if before else ''}: it can only be in {_stages_named(reached)}. "
+                    "Let parameters be used in the same order for every batch, or cut elsewhere (cuts=...)."
+                )
+            reached &= set(homes[name])
+            before = f"what uses {name} of {_stages_named(homes[name])}"
+    if num_stages - 1 not in reached:
+        raise PlanError(
+            f"After {before or 'its last operator'}, this program is in {_stages_named(reached)} of {num_stages}, so the last has nothing to compute. "
+            "Cut elsewhere (cuts=...)."
+        )
+
+
+def _stages_named(stages: Collection[int]) -> str:
+    ordered = sorted(stages)
+    return f"stage {ordered[0]}" if len(ordered) == 1 else f"stages {', '.join(map(str, ordered))}"
+
+
+def _given(line: Intervals, cuts: Sequence[str], limits: Limits, homes: Homes) -> list[int]:
+    nodes = line.program.nodes
+    if len(cuts) != limits.num_stages - 1:
+        raise PlanError(f"cuts={'+'.join(cuts)} makes {len(cuts) + 1} stages, and the plan has {limits.num_stages}. Name {limits.num_stages - 1}.")
     ends: list[int] = []
     for cut in cuts:
-        found = next(
-            (number for number, node in enumerate(program.nodes) if fnmatch.fnmatch(node.path, cut) or fnmatch.fnmatch(node.path, f"{cut}.*")), None
-        )
+        found = next((number for number, node in enumerate(nodes) if fnmatch.fnmatch(node.path, cut) or fnmatch.fnmatch(node.path, f"{cut}.*")), None)
         if found is None:
-            paths = list(dict.fromkeys(node.path.split(".")[0] for node in program.nodes if node.path))
+            paths = list(dict.fromkeys(node.path.split(".")[0] for node in nodes if node.path))
             raise PlanError(f"cuts={cut}: no module of that name runs in the forward. There are {', '.join(paths[:8])}.")
         if ends and found <= ends[-1]:
             raise PlanError(f"cuts={'+'.join(cuts)}: {cut} runs before {cuts[len(ends) - 1]}. Name them in the order of the forward.")
@@ -206,12 +177,13 @@ def _given(program: Program, line: _Line, cuts: Sequence[str], num_stages: int) 
                 + (", which runs first." if found == 0 else ": several tensors in one value, or a buffer that is updated, would be on both sides.")
             )
         ends.append(found)
+    for stage, (start, end) in enumerate(pairwise([0, *ends, line.num_nodes])):
+        for name, uses in line.uses.items():
+            inside = [use for use in uses if start <= use < end]
+            if inside and stage not in homes.get(name, (stage,)):
+                node = nodes[inside[0]]
+                raise PlanError(
+                    f"cuts={'+'.join(cuts)} puts {node.operator} at {describe_line(node.line)} into stage {stage}, and {name}, which it uses, "
+                    f"lies in {_stages_named(homes[name])} since the first program was cut."
+                )
     return ends
-
-
-def _sums(values: Sequence[float] | numpy.ndarray) -> numpy.ndarray:
-    return numpy.concatenate([[0.0], numpy.cumsum(values)])
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshloom.errors import PlanError
+from meshloom.graph.amounts import amount
 from meshloom.graph.change import Change
 from meshloom.graph.cheapest import cheapest
 from meshloom.graph.cost import Cost
@@ -89,8 +90,8 @@ class Problem:
                 found = cheapest_within(own, self.changes, own_bytes, self.change_bytes, memory_bytes)
             except LimitError as error:
                 raise PlanError(
-                    f"With tp={self.num_ranks} a rank holds {_shown(error.least)} or more of parameters, gradients, optimizer state and kept activations, "
-                    f"and the limit is {_shown(memory_bytes)}. Use a larger tp, or smaller microbatches."
+                    f"With tp={self.num_ranks} a rank holds {amount(error.least)} or more of parameters, gradients, optimizer state and kept activations, "
+                    f"and the limit is {amount(memory_bytes)}. Use a larger tp, or smaller microbatches."
                 ) from None
         if found is None:
             raise NoWayError(f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}")
@@ -335,8 +336,3 @@ def _counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, 
             raise _UnlikeError
         found[cut] = counterpart
     return found
-
-
-def _shown(num_bytes: float) -> str:
-    unit, size = next(((unit, size) for unit, size in (("GiB", 2**30), ("MiB", 2**20)) if num_bytes >= size), ("KiB", 2**10))
-    return f"{num_bytes / size:.1f} {unit}"

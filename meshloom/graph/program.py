@@ -84,10 +84,16 @@ class Program:
         return tree_unflatten(self._runner(device, dtype, visiting=visit is not None).run(parameters, buffers, flat, visit, group), self.out_spec)
 
     def run_flat(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], *, group: Group | None = None
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        visit: Callable[[Node, Any], None] | None = None,
+        group: Group | None = None,
     ) -> list[Any]:
         """As `run` where it was captured, for the tensors of `inputs` in order: what it returns, flat. Shapes are not looked at."""
-        return self._runner(None, None, visiting=False).run(parameters, buffers, inputs, None, group)
+        return self._runner(None, None, visiting=visit is not None).run(parameters, buffers, inputs, visit, group)
 
     def _runner(self, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool) -> Runner:
         where = torch.device(device) if device is not None else self.device

@@ -63,9 +63,13 @@ class Rates:
 
     def node_seconds(self, cost: Cost) -> float:
         """Seconds of an operator on one device, forward and backward."""
+        return sum(self.forward_and_backward_seconds(cost))
+
+    def forward_and_backward_seconds(self, cost: Cost) -> tuple[float, float]:
+        """Seconds of an operator on one device, each way."""
         forward = max(cost.flops / self.flops_per_second, (cost.read_bytes + cost.written_bytes) / self.bytes_per_second)
         back = max(cost.backward_flops / self.flops_per_second, (cost.backward_read_bytes + cost.backward_written_bytes) / self.bytes_per_second)
-        return forward + back
+        return forward, back
 
 
 def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:

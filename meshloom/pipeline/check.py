@@ -64,6 +64,31 @@ def most_in_flight(schedule: Schedule) -> list[int]:
     return found
 
 
+def held_by_stage(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """[moment][stage]: microbatches whose activations are held, at moments that together have each rank's most of every mixture of its stages.
+
+    Moments of different ranks are not the same time. Where each rank has one stage there is one.
+    """
+    found: list[list[dict[int, int]]] = []
+    for actions in schedule.actions:
+        ends = _ends(actions)
+        now: Counter[int] = Counter()
+        seen: list[dict[int, int]] = []
+        for action in actions:
+            if action.kind == "F":
+                now[action.stage] += 1
+                if not any(all(each.get(stage, 0) >= count for stage, count in now.items()) for each in seen):
+                    seen = [each for each in seen if any(count > now[stage] for stage, count in each.items())]
+                    seen.append(dict(now))
+            elif action in ends:
+                now[action.stage] -= 1
+        found.append(seen)
+    return tuple(
+        tuple(found[rank][min(moment, len(found[rank]) - 1)].get(stage, 0) for stage, rank in enumerate(schedule.ranks))
+        for moment in range(max(map(len, found)))
+    )
+
+
 def _ends(actions: tuple[Action, ...]) -> set[Action]:
     """Where activations go: at B, or at W."""
     return {action for action in actions if action.kind in ("B", "W")}

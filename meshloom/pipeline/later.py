@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshloom.comm.group import Group
-from meshloom.graph.nodes import Node, Ref
 from meshloom.graph.program import Program
-
-aten = torch.ops.aten
+from meshloom.graph.work import weights_that_wait
 
 
 class Later:
@@ -55,17 +53,9 @@ class LaterLinear:
 
 def with_later_weights(program: Program, later: Later) -> Program:
     """The program with its linear layers' weight gradients put aside into `later` when that collects. Autocast regions stay as they are."""
-    parameters = {each.value for each in program.parameters.values() if each.meta.requires_grad}
-
-    def changed(node: Node) -> Node:
-        if node.target is not aten.linear.default or node.kwargs or not node.context.grad or any(each.enabled for each in node.context.autocast):
-            return node
-        weights = [each for each in node.args[1:] if each is not None]
-        if not all(isinstance(each, Ref) and each.name in parameters for each in weights):
-            return node
-        return replace(node, target=LaterLinear(later))
-
-    return replace(program, nodes=tuple(map(changed, program.nodes)), _runners={})
+    waiting = weights_that_wait(program)
+    nodes = tuple(replace(node, target=LaterLinear(later)) if node.name in waiting else node for node in program.nodes)
+    return replace(program, nodes=nodes, _runners={})
 
 
 class _Linear(torch.autograd.Function):

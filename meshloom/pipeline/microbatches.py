@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 from meshloom.comm.group import Group
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import Shapes, shapes_of
+from meshloom.graph.nodes import Node
 from meshloom.graph.stages import Crossing, Stage
 from meshloom.job import LossFunction
 from meshloom.pipeline.ready import Readiness
@@ -102,6 +104,20 @@ class Microbatches:
             self._end(known)
         return known.sent
 
+    def look(self, batch: Any, around: Around, visit: Callable[[int, Node, Any], None]) -> None:
+        """Forward of one batch as in training, without gradients, and buffers stay as they are. visit: called with stage, node and value, in order."""
+        stages = self._staging.stages(shapes_of(batch))
+        schedule = forward_only(self._staging.schedule(1))
+        self._begin([batch], lambda microbatch, returned: None, around)
+        buffers = {name: each.clone() for name, each in self._buffers.items() if not each.is_meta}
+        runs = {
+            number: self._stage_run([stages[number]], False, False, buffers, partial(visit, number)) for number in schedule.stages_of(self._pp.rank)
+        }
+        crossings = [[_without_gradient(crossing, False) for stage in stages for crossing in stage.incoming]]
+        with torch.no_grad():
+            PipelineRun(schedule, self._pp, runs, crossings, self._device).run()
+        self._batches = []
+
     def arrived(self, parameter: nn.Parameter) -> None:
         """A hook of the parameters: autograd has added to its gradient."""
         if self._readiness:
@@ -141,7 +157,14 @@ class Microbatches:
             sent=_sent_by(self._pp.rank, schedule, [crossing for of_one in crossings for crossing in of_one]),
         )
 
-    def _stage_run(self, stages: Sequence[Stage], is_last: bool, split: bool) -> StageRun:
+    def _stage_run(
+        self,
+        stages: Sequence[Stage],
+        is_last: bool,
+        split: bool,
+        buffers: Mapping[str, Tensor] | None = None,
+        visit: Callable[[Node, Any], None] | None = None,
+    ) -> StageRun:
         number = stages[0].number
 
         def around(microbatch: int) -> AbstractContextManager[Any]:
@@ -153,12 +176,13 @@ class Microbatches:
         run = StageRun(
             stages,
             self._parameters,
-            self._buffers,
+            self._buffers if buffers is None else buffers,
             lambda microbatch: self._batches[microbatch],
             finish=finish if is_last else None,
             group=self._tp,
             split=split,
             around=around,
+            visit=visit,
         )
         return run
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
+from meshloom.graph.nodes import Node
 from meshloom.graph.stages import Stage
 from meshloom.pipeline.later import Later, with_later_weights
 
@@ -35,7 +36,7 @@ class StageRun:
 
     stages: [microbatch], the stage cut for that microbatch's shapes. parameters, buffers: by name, this rank's. group: the ranks along tp, if divided.
     batch: microbatch -> its tensors by their names in the batch. finish: on the last stage. around: microbatch -> entered around its forward.
-    split: weights' gradients come apart from those of inputs.
+    split: weights' gradients come apart from those of inputs. visit: called with every node and its value; slower.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class StageRun:
         group: Group | None = None,
         split: bool = False,
         around: Callable[[int], AbstractContextManager[Any]] | None = None,
+        visit: Callable[[Node, Any], None] | None = None,
     ) -> None:
+        self._visit = visit
         self._later = Later()
         made = {id(each): with_later_weights(each.program, self._later) if split else each.program for each in stages}
         self._programs = [made[id(each)] for each in stages]
@@ -93,10 +96,10 @@ class StageRun:
         leaves = [given[each.value] if each.value in given else batch[each.name] for each in program.inputs]
         changed = program.in_place | program.updates.keys()
         if not changed:
-            return program.run_flat(self._parameters, self._buffers, leaves, group=self._group)
+            return program.run_flat(self._parameters, self._buffers, leaves, visit=self._visit, group=self._group)
         # Backward may want a buffer as this forward saw it, and another forward comes in between.
         seen = {**self._buffers, **{name: self._buffers[name].clone() for name in changed}}
-        values = program.run_flat(self._parameters, seen, leaves, group=self._group)
+        values = program.run_flat(self._parameters, seen, leaves, visit=self._visit, group=self._group)
         with torch.no_grad():
             for name in changed:
                 self._buffers[name].copy_(seen[name])

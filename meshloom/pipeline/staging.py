@@ -15,7 +15,7 @@ from torch import nn
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import on_first, share
-from meshloom.errors import CaptureError, PlanError
+from meshloom.errors import PlanError
 from meshloom.graph.collectives import Transition
 from meshloom.graph.cost import costs
 from meshloom.graph.cut import CutChoice, choose_cuts
@@ -25,6 +25,7 @@ from meshloom.graph.rates import Rates, rates_here
 from meshloom.graph.stages import Stage, cut_into_stages
 from meshloom.job import Job, LossFunction
 from meshloom.pipeline.builders import make_schedule
+from meshloom.pipeline.check import held_by_stage
 from meshloom.pipeline.schedule import Schedule
 from meshloom.plan import Plan
 
@@ -82,32 +83,27 @@ class Staging:
         stage_of = {node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}
         part = self.programs.program(shapes, loss=loss, training=training)
         stages = cut_into_stages(part, with_changes_placed(part, stage_of), self._plan.num_stages)
-        homes = _users(stages)
         if self._homes is None:
-            self._homes = homes
-        for name, users in homes.items():
-            missing = [stage for stage in users if self.ranks[stage] not in {self.ranks[home] for home in self._homes[name] or (0,)}]
-            if missing:
-                raise CaptureError(
-                    f"{'The loss' if loss is self._job.loss else getattr(loss, '__name__', 'A metric')} of batches like these uses {name} in stage "
-                    f"{missing[0]}, and it lies in stage {(self._homes[name] or (0,))[0]}. Name other cuts, so that it does not."
-                )
+            self._homes = {name: stages or (0,) for name, stages in _users(stages).items()}
         self._cut[loss, training, shapes] = stages
         return stages
 
     def _choose(self, whole: Program) -> CutChoice:
         plan = self._plan
         rates = self._rates or rates_here(whole.device.type, plan.pp)
-        in_flight = _in_flight(self.schedule(plan.microbatches))
+        schedule = self.schedule(plan.microbatches)
+        first = self._homes is None
         return choose_cuts(
             whole,
             costs(whole),
             plan.num_stages,
             rates,
-            cuts=plan.cuts,
-            memory_bytes=float(plan.memory_bytes * plan.tp) or None,
-            in_flight=in_flight,
+            cuts=plan.cuts if first else (),
+            memory_bytes=float(plan.memory_bytes * plan.tp) or None if first else None,
+            in_flight=held_by_stage(schedule),
             state_factor=STATE_FACTOR,
+            ranks=schedule.ranks,
+            homes=self._homes,
         )
 
 
@@ -118,16 +114,17 @@ def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str,
     """
     found = dict(stage_of)
     first_use: dict[str, int] = {}
-    for node in part.nodes:
+    for node in reversed(part.nodes):
+        here = stage_of.get(node.name, first_use.get(node.name))
         for ref in node.operands():
-            if node.name in stage_of:
-                first_use[ref.name] = min(first_use.get(ref.name, stage_of[node.name]), stage_of[node.name])
+            if here is not None:
+                first_use[ref.name] = min(first_use.get(ref.name, here), here)
     for node in part.nodes:
         if node.name in found:
             continue
-        made = max((found.get(ref.name, 0) for ref in node.operands()), default=0)
+        made = [found[ref.name] for ref in node.operands() if ref.name in found]
         grows = isinstance(node.target, Transition) and node.target.source == "part" and node.target.target != "part"
-        found[node.name] = max(made, first_use.get(node.name, made)) if grows else made
+        found[node.name] = max(made) if made and not grows else max([first_use.get(node.name, 0), *made])
     return found
 
 
@@ -139,15 +136,3 @@ def _users(stages: tuple[Stage, ...]) -> dict[str, tuple[int, ...]]:
         for name in dict.fromkeys(names[ref.name] for node in stage.program.nodes for ref in node.operands() if ref.name in names):
             found[name].append(stage.number)
     return {name: tuple(numbers) for name, numbers in found.items()}
-
-
-def _in_flight(schedule: Schedule) -> list[int]:
-    """Most microbatches whose activations each stage holds at a time."""
-    most = [0] * schedule.num_stages
-    now = [0] * schedule.num_stages
-    for actions in schedule.actions:
-        for action in actions:
-            now[action.stage] += action.kind == "F"
-            most[action.stage] = max(most[action.stage], now[action.stage])
-            now[action.stage] -= action.kind in ("B", "W")
-    return most

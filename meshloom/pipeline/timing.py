@@ -60,14 +60,18 @@ class Timed:
 
 
 def run_on_paper(
-    schedule: Schedule, duration: Callable[[Action], float], transfer: Callable[[Action, Action], float] = lambda before, after: 0.0
+    schedule: Schedule,
+    duration: Callable[[Action], float],
+    transfer: Callable[[Action, Action], float] = lambda before, after: 0.0,
+    order: Sequence[tuple[int, Action]] | None = None,
 ) -> Timed:
     """Every rank runs its list in order; an action starts when its rank is free and what it needs has arrived.
 
     duration: of an action. transfer: from the end of one action to when its value is on the other's rank.
+    order: `legal_order` of the schedule, if it is known.
     Raises `AssertionError` for a schedule that waits in a circle: `check_schedule` comes first.
     """
-    order = legal_order(schedule)
+    order = order or legal_order(schedule)
     assert order is not None, "check_schedule comes first"
     split = schedule.split
     free = [0.0] * schedule.num_ranks

@@ -56,6 +56,7 @@ class Updater:
     ) -> None:
         self._job = job
         self._stages = stages
+        self._here = {name for name, _ in parts} if parts is not None and stages is not None else None
         self._exchange = exchange
         self._shards = shards or Shards({}, None)
         self._device = named_parameters[0][1].device
@@ -153,8 +154,7 @@ class Updater:
             pieces += ready
             parts += divided
         if self._shards.pieces:
-            here = {slice_.name for slice_ in self._exchange.owned} if self._stages else None
-            gathered = yield from whole_pieces(parts, self._shards, self._exchange.owners, world, self._device, here)
+            gathered = yield from whole_pieces(parts, self._shards, self._exchange.owners, world, self._device, self._here)
             pieces += gathered.pieces
             self._gathered = gathered.bytes_dp, gathered.bytes_tp
         return pieces, {

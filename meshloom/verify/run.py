@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect
-from meshloom.errors import TrainingError
 from meshloom.job import Job
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.replica import Replica, StepResult
@@ -90,11 +89,7 @@ def _record(trainer: Trainer, result: StepResult, notes: Mapping[int, _Notes]) -
     first = trainer.replicas[0]
     chunks = trainer.together(lambda replica: collect(replica.seat.world, _chunks(replica, notes[id(replica)])))[0]
     digests = trainer.together(_digests)[0]
-    apart: list[str] = []
-    try:
-        trainer.together(lambda replica: replica.check_team(result.step))
-    except TrainingError as error:  # for the report to say
-        apart.append(str(error))
+    apart = trainer.together(_unlike)[0]
     state = _on_cpu(trainer.together(lambda replica: replica.whole_state())[0].items())
     buffers = dict(first.model.named_buffers()).keys()
     return StepRecord(
@@ -180,6 +175,13 @@ def _digests(replica: Replica) -> Steps[list[list[int]]]:
     """Of every replica, hashes of all that its ranks hold: equal for equal replicas."""
     everyone = yield from collect(replica.seat.world, [int(digest(each)) for each in held(state_of(replica.model).items()).values()])
     return [[each for rank in ranks for each in everyone[rank]] for ranks in replica.plan.mesh.teams()]
+
+
+def _unlike(replica: Replica) -> Steps[list[str]]:
+    """What ranks of a replica should hold alike and do not: for the report to say."""
+    mine = (yield from replica.staged.check_alike()) if replica.staged else None
+    everyone: list[str | None] = yield from collect(replica.seat.world, mine)
+    return list(dict.fromkeys(each for each in everyone if each))
 
 
 def _on_cpu(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:

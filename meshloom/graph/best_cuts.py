@@ -1,0 +1,211 @@
+"""The cuts that make the slowest stage fastest, within what ranks may hold and where parameters already are.
+
+    slowest[k][end] = min over start of max(slowest[k - 1][start], time of [start, end))
+
+is exact, as every limit is of one stage alone: its memory, and the operators that may not be in it. Where a rank has several stages they share its
+memory, and that is a limit of no stage alone: then it is the best found by giving each of them a part and by moving single cuts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy
+
+from meshloom.graph.intervals import Intervals, Row
+
+STEPS = (-1, 1, -2, 2, -3, 3, -5, 5, -8, 8)  # places by which cuts are moved
+MOVES = 2000  # that are tried at most
+ROUNDS = 12  # of giving stages parts of their rank's memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What holds for the stages. ranks: stage -> its rank. memory_bytes: of a rank; inf: no limit.
+
+    in_flight: [moment][stage], microbatches whose activations are held; a rank must hold any of them.
+    forbidden: [stage] -> numbers of operators that may not be in it.
+    """
+
+    ranks: Sequence[int]
+    memory_bytes: float
+    in_flight: Sequence[Sequence[int]]
+    forbidden: Mapping[int, Sequence[int]]
+
+    @property
+    def num_stages(self) -> int:
+        """All of them."""
+        return len(self.ranks)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a rank has several stages."""
+        return len(set(self.ranks)) < len(self.ranks)
+
+
+def best_cuts(line: Intervals, limits: Limits) -> list[int] | None:
+    """The places where stages end, but for the last, in order; None if none was found. Of those that are as fast the ones that send least."""
+    whole = [limits.memory_bytes] * limits.num_stages
+    found = _fastest(line, limits, whole)
+    if found is None or not limits.is_shared or _excess(line, limits, found) <= 0:
+        return found  # also where memory is shared: without sharing it is the best there could be
+    return _best_sharing(line, limits, found)
+
+
+def rank_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[float]:
+    """What every rank holds at most: its parameters with their state once, and the activations in flight."""
+    bounds = list(pairwise([0, *cuts, line.num_nodes]))
+    rows = [line.until(end) for _, end in bounds]
+    found: list[float] = []
+    for rank in range(max(limits.ranks) + 1):
+        stages = [stage for stage, holder in enumerate(limits.ranks) if holder == rank]
+        state = sum(float(rows[stage].state_bytes[bounds[stage][0]]) for stage in stages) - line.shared_bytes([bounds[stage] for stage in stages])
+        kept = [sum(moment[stage] * float(rows[stage].kept_bytes[bounds[stage][0]]) for stage in stages) for moment in limits.in_flight]
+        found.append(state + max(kept))
+    return found
+
+
+def refined(line: Intervals, limits: Limits, cuts: Sequence[int], price: Callable[[Sequence[int]], float]) -> list[int]:
+    """Neighbouring cuts moved together by a few places for as long as that lowers the price, within all limits.
+
+    Several at a time, as work goes through a stage that must not become slower from the one before it to the one after.
+    """
+    places = line.places
+    at = [places.index(cut) for cut in cuts]
+    best = price(cuts)
+    moves = [(first, last, step) for first in range(len(at)) for last in range(first, len(at)) for step in STEPS]
+    since = 0  # moves in turn that did not help
+    for first, last, step in itertools.islice(itertools.cycle(moves) if moves else (), MOVES):
+        since += 1
+        tried = [each + step if first <= number <= last else each for number, each in enumerate(at)]
+        if _in_order(tried, len(places)):
+            chosen = [places[each] for each in tried]
+            cost = price(chosen)
+            if cost < best * (1 - 1e-9) and _is_legal(line, limits, chosen):
+                at, best, since = tried, cost, 0
+        if since >= len(moves):
+            break
+    return [places[each] for each in at]
+
+
+def _fastest(line: Intervals, limits: Limits, budgets: Sequence[float]) -> list[int] | None:
+    """Exact, for stages that may hold `budgets` bytes each."""
+    fastest = _ends(line, limits, budgets, lambda row: row.takes, numpy.maximum)
+    if fastest is None:
+        return None
+    most = _longest(line, fastest) * (1 + 1e-9)
+
+    def sends(row: Row) -> numpy.ndarray:
+        return numpy.where(row.takes <= most, row.moved_bytes, math.inf)
+
+    return _ends(line, limits, budgets, sends, numpy.add)
+
+
+def _ends(
+    line: Intervals,
+    limits: Limits,
+    budgets: Sequence[float],
+    cost: Callable[[Row], numpy.ndarray],
+    combine: Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray],
+) -> list[int] | None:
+    """The cuts of least cost, that of several stages being combined from theirs."""
+    places = numpy.array([0, *line.places, line.num_nodes])
+    count = limits.num_stages
+    counts = [max(moment[stage] for moment in limits.in_flight) for stage in range(count)]
+    barred = [_sums_of(limits.forbidden.get(stage, ()), line.num_nodes) for stage in range(count)]
+    least = numpy.full((count + 1, len(places)), math.inf)  # [stages so far, end]
+    least[0, 0] = 0.0 if combine is numpy.add else -math.inf
+    start_of = numpy.zeros((count + 1, len(places)), dtype=int)
+    for end in range(1, len(places)):
+        row, starts = line.until(int(places[end])), places[:end]
+        costs, state, kept = cost(row)[starts], row.state_bytes[starts], row.kept_bytes[starts]
+        for stage in range(count):
+            found = combine(least[stage, :end], costs)
+            if math.isfinite(budgets[stage]):
+                found = numpy.where(state + counts[stage] * kept <= budgets[stage], found, math.inf)
+            if stage in limits.forbidden:
+                found = numpy.where(barred[stage][places[end]] == barred[stage][starts], found, math.inf)
+            best = int(found.argmin())
+            least[stage + 1, end], start_of[stage + 1, end] = found[best], best
+    if least[count, -1] == math.inf:
+        return None
+    ends: list[int] = []
+    at = len(places) - 1
+    for stage in range(count, 0, -1):
+        at = int(start_of[stage, at])
+        ends.append(int(places[at]))
+    return ends[-2::-1]
+
+
+def _best_sharing(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int] | None:
+    """Of cuts under which ranks with several stages keep to their memory, the fastest that was found."""
+    alike = [limits.memory_bytes / limits.ranks.count(rank) for rank in limits.ranks]
+    tried = [_by_parts(line, limits, start), _fastest(line, limits, alike)]
+    tried += [_emptied(line, limits, each) for each in (start, _even(line, limits)) if each is not None]
+    fitting = [cuts for cuts in tried if cuts is not None and _excess(line, limits, cuts) <= 0]
+    improved = [refined(line, limits, cuts, lambda tried: _longest(line, tried)) for cuts in fitting]
+    return min(improved, key=lambda cuts: _longest(line, cuts), default=None)
+
+
+def _by_parts(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int] | None:
+    """Where a rank holds too much, its stages may hold as much less each, until all ranks fit."""
+    cuts: list[int] | None = list(start)
+    budgets = [limits.memory_bytes] * limits.num_stages
+    for _ in range(ROUNDS):
+        if cuts is None or _excess(line, limits, cuts) <= 0:
+            return cuts
+        holds, stages = rank_bytes(line, limits, cuts), _stage_bytes(line, limits, cuts)
+        for stage, rank in enumerate(limits.ranks):
+            if holds[rank] > limits.memory_bytes:
+                budgets[stage] = min(budgets[stage], stages[stage] * limits.memory_bytes / holds[rank] * 0.999)
+        cuts = _fastest(line, limits, budgets)
+    return cuts
+
+
+def _even(line: Intervals, limits: Limits) -> list[int] | None:
+    """The cuts whose largest stage holds least, if all held as many microbatches."""
+    count = max(map(max, limits.in_flight))
+    unlimited = [math.inf] * limits.num_stages
+    return _ends(line, limits, unlimited, lambda row: row.state_bytes + count * row.kept_bytes, numpy.maximum)
+
+
+def _emptied(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int]:
+    """Cuts moved until no rank holds too much, if that goes."""
+    free = Limits(ranks=limits.ranks, memory_bytes=math.inf, in_flight=limits.in_flight, forbidden=limits.forbidden)
+    return refined(line, free, start, lambda tried: max(_excess(line, limits, tried), 0.0))
+
+
+def _stage_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[float]:
+    bounds = list(pairwise([0, *cuts, line.num_nodes]))
+    found: list[float] = []
+    for stage, (start, end) in enumerate(bounds):
+        row = line.until(end)
+        count = max(moment[stage] for moment in limits.in_flight)
+        found.append(float(row.state_bytes[start] + count * row.kept_bytes[start]))
+    return found
+
+
+def _excess(line: Intervals, limits: Limits, cuts: Sequence[int]) -> float:
+    return sum(max(each - limits.memory_bytes, 0.0) for each in rank_bytes(line, limits, cuts)) if math.isfinite(limits.memory_bytes) else 0.0
+
+
+def _longest(line: Intervals, cuts: Sequence[int]) -> float:
+    return max(float(line.until(end).takes[start]) for start, end in pairwise([0, *cuts, line.num_nodes]))
+
+
+def _is_legal(line: Intervals, limits: Limits, cuts: Sequence[int]) -> bool:
+    bounds = list(pairwise([0, *cuts, line.num_nodes]))
+    barred = any(bounds[stage][0] <= number < bounds[stage][1] for stage, numbers in limits.forbidden.items() for number in numbers)
+    return not barred and _excess(line, limits, cuts) <= 0
+
+
+def _in_order(places: Sequence[int], count: int) -> bool:
+    return places[0] >= 0 and places[-1] < count and all(before < after for before, after in pairwise(places))
+
+
+def _sums_of(numbers: Sequence[int], length: int) -> numpy.ndarray:
+    return numpy.concatenate([[0], numpy.cumsum(numpy.bincount(list(numbers), minlength=length)[:length])]) if numbers else numpy.zeros(length + 1)

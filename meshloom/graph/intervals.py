@@ -1,0 +1,277 @@
+"""What consecutive operators of a program cost as one stage, from any place to any other.
+
+The operators are taken in eager's order. A place is a number of operators: those before it. Most numbers of a stage are no sums over its operators:
+what several of them use (a tied parameter, a value that is received, a mask) is there once. Such a thing is a span: it counts in stages that
+start in some range of places, once they reach far enough.
+
+    uses of a parameter      .   x   .   .   x   .        counts in stages that start at 0 or 1 and end after the first x,
+    places                 0   1   2   3   4   5   6      and in those that start at 2, 3 or 4 and end after the second
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy
+
+from meshloom.graph.cost import Kept
+from meshloom.graph.nodes import refs_in
+from meshloom.graph.program import Program
+from meshloom.graph.stages import computed_of_the_batch, updating
+from meshloom.graph.work import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One stage and one microbatch.
+
+    module, last_module: in which it begins and ends. forward_seconds, backward_seconds: computing. later_seconds: what of the backward can wait.
+    parameters: elements. parameter_bytes: of these. state_bytes: with their gradients and optimizer state, and buffers. What several stages use counts in each.
+    kept_bytes: activations held from forward to backward, values received among them.
+    sent_bytes: values that leave, each once. returned_bytes: gradients of these, which come back.
+    received_bytes: values that come in. handed_back_bytes: gradients of these, which go back.
+    """
+
+    module: str
+    last_module: str
+    forward_seconds: float
+    backward_seconds: float
+    later_seconds: float
+    parameters: int
+    parameter_bytes: int
+    state_bytes: int
+    kept_bytes: int
+    sent_bytes: int
+    returned_bytes: int
+    received_bytes: int
+    handed_back_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of computing, forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Numbers of all stages that end at one place; every array is [start]. takes: seconds, of sending too. moved_bytes: over both ends, both ways."""
+
+    forward: numpy.ndarray
+    backward: numpy.ndarray
+    later: numpy.ndarray
+    takes: numpy.ndarray
+    moved_bytes: numpy.ndarray
+    state_bytes: numpy.ndarray
+    kept_bytes: numpy.ndarray
+    received: numpy.ndarray
+    handed_back: numpy.ndarray
+    sent: numpy.ndarray
+    returned: numpy.ndarray
+
+
+class Intervals:
+    """Of one program. kept: node -> what it makes autograd keep. state_factor: bytes held for each byte of a parameter that is trained.
+
+    places: where the program may be cut. A place is left out where a tuple or a number would cross, where a buffer that is updated is used on both
+    sides, and where a stage would compute nothing.
+    uses: parameter or buffer -> its users, numbers of operators in order; those of what is computed of the batch are the users of that.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        work: Mapping[str, Work],
+        kept: Mapping[str, Sequence[Kept]],
+        *,
+        link_bytes_per_second: float = math.inf,
+        state_factor: float = 1.0,
+    ) -> None:
+        self.program = program
+        self._speed = link_bytes_per_second
+        nodes = program.nodes
+        self.num_nodes = len(nodes)
+        self._at = {node.name: number for number, node in enumerate(nodes)}
+        self._free = computed_of_the_batch(program)
+        self._users = self._users_of_values()
+        state = {each.value: name for name, each in (*program.parameters.items(), *program.buffers.items())}
+        self.uses = {name: self._users[value] for value, name in state.items() if self._users.get(value)}
+        own = [work[node.name] if node.name not in self._free else Work() for node in nodes]
+        self._forward, self._backward, self._later = (
+            _sums(each) for each in zip(*((one.forward, one.backward, one.later) for one in own), strict=True)
+        )
+        self._again = self._spans((self._users[name], work[name].forward) for name in self._free)
+        self._bytes = {name: _state_bytes(program, name, state_factor) for name in self.uses}
+        self._state = self._spans((uses, self._bytes[name]) for name, uses in self.uses.items())
+        self._kept = self._spans_of_kept(kept)
+        self._received, self._handed_back = _Spans(self.num_nodes), _Spans(self.num_nodes)
+        self._sent, self._returned = _Spans(self.num_nodes), _Spans(self.num_nodes)
+        self._add_crossings()
+        self.places = self._places()
+        self.until = lru_cache(128)(self._until)  # searches come back to few of them
+        self.stage = lru_cache(4096)(self._stage)
+
+    def _until(self, end: int) -> Row:
+        """All stages that end at a place."""
+        received, handed_back = self._received.until(end), self._handed_back.until(end)
+        sent, returned = self._sent.until(end), self._returned.until(end)
+        forward = self._forward[end] - self._forward + self._again.until(end)
+        backward = self._backward[end] - self._backward
+        moved = received + handed_back + sent + returned
+        return Row(
+            forward=forward,
+            backward=backward,
+            later=self._later[end] - self._later,
+            takes=forward + backward + moved / self._speed,
+            moved_bytes=moved,
+            state_bytes=self._state.until(end),
+            kept_bytes=self._kept.until(end) + received,
+            received=received,
+            handed_back=handed_back,
+            sent=sent,
+            returned=returned,
+        )
+
+    def _stage(self, start: int, end: int) -> StageCost:
+        """The operators from one place to another."""
+        row = self.until(end)
+        paths = [node.path for node in self.program.nodes[start:end] if node.path and node.name not in self._free]
+        mine = [self.program.parameters[name] for name in self.program.parameters if _used_within(self.uses.get(name, ()), start, end)]
+        return StageCost(
+            module=paths[0] if paths else "",
+            last_module=paths[-1] if paths else "",
+            forward_seconds=float(row.forward[start]),
+            backward_seconds=float(row.backward[start]),
+            later_seconds=float(row.later[start]),
+            parameters=sum(math.prod(each.meta.shape) for each in mine),
+            parameter_bytes=sum(each.meta.num_bytes for each in mine),
+            state_bytes=round(row.state_bytes[start]),
+            kept_bytes=round(row.kept_bytes[start]),
+            sent_bytes=round(row.sent[start]),
+            returned_bytes=round(row.returned[start]),
+            received_bytes=round(row.received[start]),
+            handed_back_bytes=round(row.handed_back[start]),
+        )
+
+    def shared_bytes(self, bounds: Sequence[tuple[int, int]]) -> float:
+        """Of parameters and their state that several of these stages use, as often as that is more than once: on one rank they are there once."""
+        if len(bounds) < 2:
+            return 0.0
+        extra = 0.0
+        for name, uses in self.uses.items():
+            times = sum(_used_within(uses, start, end) for start, end in bounds)
+            extra += max(times - 1, 0) * self._bytes[name]
+        return extra
+
+    def _users_of_values(self) -> dict[str, list[int]]:
+        """Value -> operators that use it, in order; those of what is computed of the batch alone are the users of that, as it is computed where they are."""
+        nodes = self.program.nodes
+        users: dict[str, set[int]] = {node.name: set() for node in nodes}
+        for ref in refs_in(self.program.outputs):
+            users.setdefault(ref.name, set()).add(len(nodes) - 1)
+        for number in range(len(nodes) - 1, -1, -1):
+            node = nodes[number]
+            found = users[node.name] if node.name in self._free else {number}
+            for ref in node.operands():
+                users.setdefault(ref.name, set()).update(found)
+        return {name: sorted(found) for name, found in users.items()}
+
+    def _spans(self, things: Iterable[tuple[Sequence[int], float]]) -> _Spans:
+        spans = _Spans(self.num_nodes)
+        for uses, size in things:
+            spans.add_uses(uses, size)
+        return spans
+
+    def _spans_of_kept(self, kept: Mapping[str, Sequence[Kept]]) -> _Spans:
+        """What autograd keeps, where it was made: what a later stage keeps of it is what that received."""
+        program = self.program
+        given = {each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)} | set(program.constants)
+        keepers: dict[str, list[int]] = {}
+        sizes: dict[str, int] = {}
+        for number, node in enumerate(program.nodes):
+            for each in kept.get(node.name, ()):
+                if each.memory not in given:
+                    keepers.setdefault(each.memory, []).append(number)
+                    sizes[each.memory] = each.num_bytes
+        spans = _Spans(self.num_nodes)
+        for memory, numbers in keepers.items():
+            owner = memory.partition(":")[0]
+            if owner in self._free:
+                spans.add_uses(numbers, sizes[memory])
+            else:
+                made = min(self._at.get(owner, numbers[0]), numbers[0])
+                spans.add(-1, made, numbers[0], sizes[memory])
+        return spans
+
+    def _add_crossings(self) -> None:
+        for name, number in self._at.items():
+            outputs = self.program.nodes[number].outputs
+            uses = [each for each in self._users[name] if each > number]
+            if name in self._free or not uses or len(outputs) != 1:
+                continue
+            size = outputs[0].num_bytes
+            for received, sent in ((self._received, self._sent), *([(self._handed_back, self._returned)] if outputs[0].requires_grad else [])):
+                received.add_uses(uses, size, made=number)
+                sent.add(-1, number, number, size)  # it leaves a stage that made it ...
+                sent.add(-1, number, uses[-1], -size)  # ... unless its last use is in it
+
+    def _places(self) -> list[int]:
+        nodes = self.program.nodes
+        legal = numpy.ones(len(nodes) + 1, dtype=bool)
+        for name, number in self._at.items():
+            uses = self._users[name]
+            if name not in self._free and uses and len(nodes[number].outputs) != 1:
+                legal[number + 1 : uses[-1] + 1] = False
+        for together in updating(self.program).values():
+            places = [self._at[name] for name in together]
+            legal[min(places) + 1 : max(places) + 1] = False
+        own = _sums([float(node.name not in self._free) for node in nodes])
+        legal &= (own > 0) & (own < own[-1])
+        return [int(place) for place in numpy.flatnonzero(legal)]
+
+
+class _Spans:
+    """Things that count in stages [start, end) with after < start <= upto, once end > when."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+        self._found: list[tuple[int, int, int, float]] = []  # when, after, upto, size
+        self._columns: tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray] | None = None
+
+    def add(self, after: int, upto: int, when: int, size: float) -> None:
+        """One span."""
+        self._found.append((when, after, upto, size))
+
+    def add_uses(self, uses: Sequence[int], size: float, *, made: int = -1) -> None:
+        """Of a thing that is there once in every stage that uses it, and did not make it."""
+        for before, use in pairwise((made, *uses)):
+            self.add(before, use, use, size)
+
+    def until(self, end: int) -> numpy.ndarray:
+        """[start]: the sum over what counts in stages that end there."""
+        if self._columns is None:
+            table = numpy.array(sorted(self._found), dtype=float).reshape(-1, 4)
+            self._columns = table[:, 0], table[:, 1].astype(int), table[:, 2].astype(int), table[:, 3]
+        when, after, upto, size = self._columns
+        count = int(numpy.searchsorted(when, end))  # those with when < end
+        length = self._num_nodes + 2
+        change = numpy.bincount(after[:count] + 1, size[:count], length) - numpy.bincount(upto[:count] + 1, size[:count], length)
+        return numpy.cumsum(change)[:-1]
+
+
+def _state_bytes(program: Program, name: str, factor: float) -> float:
+    parameter = program.parameters.get(name)
+    if parameter is None:
+        return program.buffers[name].meta.num_bytes
+    return parameter.meta.num_bytes * (factor if parameter.meta.requires_grad else 1.0)
+
+
+def _used_within(uses: Sequence[int], start: int, end: int) -> bool:
+    return any(start <= use < end for use in uses)
+
+
+def _sums(values: Sequence[float]) -> numpy.ndarray:
+    return numpy.concatenate([[0.0], numpy.cumsum(values)])

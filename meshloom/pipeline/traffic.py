@@ -1,0 +1,56 @@
+"""What the stages of a pipeline send in a step: for every cut the bytes of its values forward, and of their gradients back.
+
+R4.2: s values a sample cross a cut, b samples are in the batch; s b values go forward, and as many gradients come back where there are gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshloom.graph.stages import Crossing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """From `source` to `destination`, stages or ranks. forward_bytes go there, backward_bytes come back."""
+
+    source: int
+    destination: int
+    forward_bytes: int
+    backward_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Both ways."""
+        return self.forward_bytes + self.backward_bytes
+
+
+def traffic_of_stages(microbatches: Iterable[Iterable[Crossing]]) -> tuple[Traffic, ...]:
+    """Between stages, in a step. microbatches: of each, the values that cross (`Stage.incoming` of all its stages)."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for crossings in microbatches:
+        for each in crossings:
+            both = found.setdefault((each.source, each.destination), [0, 0])
+            both[0] += each.num_bytes
+            both[1] += each.num_bytes * each.meta.requires_grad
+    return tuple(
+        Traffic(source=source, destination=destination, forward_bytes=there, backward_bytes=back)
+        for (source, destination), (there, back) in sorted(found.items())
+    )  # fmt: skip
+
+
+def traffic_of_ranks(microbatches: Iterable[Iterable[Crossing]], ranks: Sequence[int]) -> tuple[Traffic, ...]:
+    """The same between the ranks along pp that hold the stages; what stays on a rank is not sent. ranks: stage -> rank."""
+    found: dict[tuple[int, int], Traffic] = {}
+    for each in traffic_of_stages(microbatches):
+        pair = ranks[each.source], ranks[each.destination]
+        if pair[0] != pair[1]:
+            known = found.get(pair)
+            found[pair] = Traffic(
+                source=pair[0],
+                destination=pair[1],
+                forward_bytes=each.forward_bytes + (known.forward_bytes if known else 0),
+                backward_bytes=each.backward_bytes + (known.backward_bytes if known else 0),
+            )
+    return tuple(found[pair] for pair in sorted(found))

@@ -1,0 +1,84 @@
+"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+The Trace Event Format: complete events (`"ph": "X"`) with `ts` and `dur` in microseconds. A process is a rank; its track 0 has what it does,
+its track 1 what it waits for. Arrows (`"s"` to `"f"`) go from an action to the one on another rank that could not start before it ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from meshloom.pipeline.check import needs
+from meshloom.pipeline.schedule import Action
+from meshloom.pipeline.spans import Span
+from meshloom.report.timeline import Row, Timeline
+
+DOING, WAITING = 0, 1  # tracks of a rank
+WHAT = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+    "recompute": "recompute",
+    "wait": "wait",
+    "exchange": "exchange",
+    "update": "update",
+}
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The whole trace, as JSON holds it."""
+    start = min(span.start for row in timeline.rows for span in row.spans)  # time begins at 0
+    events: list[dict[str, Any]] = []
+    for row in timeline.rows:
+        events += _about(row)
+        events += [_box(row, span, start) for span in row.spans]
+    events += _arrows(timeline, start)
+    about = {"step": timeline.step, "schedule": str(timeline.schedule), "clock_error_microseconds": _microseconds(timeline.clock_error_seconds)}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def trace_text(timeline: Timeline) -> str:
+    """The file."""
+    return json.dumps(chrome_trace(timeline)) + "\n"
+
+
+def _about(row: Row) -> list[dict[str, Any]]:
+    facts = [
+        (DOING, "process_name", {"name": row.name}),
+        (DOING, "process_sort_index", {"sort_index": row.rank}),
+        (DOING, "thread_name", {"name": "does"}),
+        (WAITING, "thread_name", {"name": "waits"}),
+    ]
+    return [{"ph": "M", "name": name, "pid": row.rank, "tid": track, "args": values} for track, name, values in facts]
+
+
+def _box(row: Row, span: Span, start: float) -> dict[str, Any]:
+    known = {"stage": span.stage, "microbatch": span.microbatch}
+    return {
+        "ph": "X", "name": span.name, "cat": WHAT[span.kind], "pid": row.rank, "tid": WAITING if span.kind == "wait" else DOING,
+        "ts": _microseconds(span.start - start), "dur": _microseconds(span.seconds), "args": {key: value for key, value in known.items() if value is not None},
+    }  # fmt: skip
+
+
+def _arrows(timeline: Timeline, start: float) -> Iterator[dict[str, Any]]:
+    """Between neighbouring stages of one pipeline. An end of an arrow is tied to the box that encloses its time."""
+    schedule, number = timeline.schedule, 0
+    split = schedule.split
+    for pipeline in timeline.windows:
+        rows = [row for row in timeline.rows if (row.place.dp, row.place.tp) == pipeline]
+        boxes: dict[Action, tuple[Row, Span]] = {span.action: (row, span) for row in rows for span in row.actions if span.action}
+        for action, (row, span) in boxes.items():
+            for earlier in needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split):
+                source, before = boxes[earlier]
+                if source is not row:
+                    number += 1
+                    common = {"name": f"{earlier}>{action.stage}", "cat": "message", "id": number}
+                    yield {**common, "ph": "s", "pid": source.rank, "tid": DOING, "ts": _microseconds(before.stop - before.seconds / 1000 - start)}
+                    yield {**common, "ph": "f", "bp": "e", "pid": row.rank, "tid": DOING, "ts": _microseconds(span.start - start)}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,191 @@
+"""What every rank did in one step and when, as a value: measured or on paper, which are the same type."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from meshloom.errors import PlanError, ReportError
+from meshloom.mesh import Place
+from meshloom.pipeline.schedule import Action, Schedule
+from meshloom.pipeline.spans import Span
+from meshloom.pipeline.timing import Durations, run_on_paper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One rank. spans: in order of their start."""
+
+    rank: int
+    place: Place
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def actions(self) -> tuple[Span, ...]:
+        """Those that are actions of the schedule: in them the rank is busy."""
+        return tuple(span for span in self.spans if span.action)
+
+    @property
+    def busy_seconds(self) -> float:
+        """In actions."""
+        return sum(span.seconds for span in self.actions)
+
+    @property
+    def name(self) -> str:
+        """What to call it: its rank and its place."""
+        return f"rank {self.rank} ({self.place})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step of all ranks. Seconds since the first forward of any rank began; what comes before it is negative.
+
+    step: counted from 1; on paper 0. schedule: of each pipeline. A pipeline is the ranks that differ in pp only.
+    clock_error_seconds: by how much the clocks of two ranks may be apart.
+    """
+
+    step: int
+    schedule: Schedule
+    rows: tuple[Row, ...]
+    clock_error_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ReportError("A timeline has a row for every rank, and this one has none.")
+        for row in self.rows:
+            if row.place.pp >= self.schedule.num_ranks:
+                raise ReportError(f"{row.name} has no part in schedule {self.schedule.name} over {self.schedule.num_ranks} ranks.")
+            done = [span.action for span in row.actions]
+            expected = list(self.schedule.actions[row.place.pp])
+            if done != expected:
+                place = next(
+                    (number for number, pair in enumerate(zip(done, expected, strict=False)) if pair[0] != pair[1]), min(len(done), len(expected))
+                )
+                found, due = (str(each[place]) if place < len(each) else "nothing" for each in (done, expected))
+                raise ReportError(f"Action {place} of {row.name} is {found}, and schedule {self.schedule.name} has {due} there.")
+
+    @cached_property
+    def windows(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """(dp, tp) of a pipeline -> the start of its first action and the end of its last one."""
+        found: dict[tuple[int, int], tuple[float, float]] = {}
+        for row in self.rows:
+            start, stop = found.get(_pipeline(row), (float("inf"), float("-inf")))
+            found[_pipeline(row)] = min(start, row.actions[0].start), max(stop, row.actions[-1].stop)
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """From the first action's start to the last one's end, of the slowest pipeline."""
+        return max(stop - start for start, stop in self.windows.values())
+
+    @property
+    def start(self) -> float:
+        """When the first action of any rank starts."""
+        return min(start for start, _ in self.windows.values())
+
+    @property
+    def stop(self) -> float:
+        """When the last span of any rank ends, whatever it is."""
+        return max(span.stop for row in self.rows for span in row.spans)
+
+    def idle_seconds(self, row: Row) -> float:
+        """Between the first forward's start and the last backward's end in its pipeline, how long a rank is in no action."""
+        start, stop = self.windows[_pipeline(row)]
+        return max(0.0, stop - start - row.busy_seconds)
+
+    def idle_share(self, row: Row) -> float:
+        """The same as a share of that time."""
+        start, stop = self.windows[_pipeline(row)]
+        return self.idle_seconds(row) / (stop - start) if stop > start else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it: a span is [kind, stage, microbatch, start, stop]."""
+        ranks = [
+            {"rank": row.rank, "place": asdict(row.place), "spans": [[each.kind, each.stage, each.microbatch, each.start, each.stop] for each in row.spans]}
+            for row in self.rows
+        ]  # fmt: skip
+        return {"step": self.step, "schedule": str(self.schedule), "clock_error_seconds": self.clock_error_seconds, "ranks": ranks}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Timeline:
+        """Read what `to_dict` gives. Raises `ReportError` for anything else."""
+        try:
+            rows = tuple(
+                Row(rank=each["rank"], place=Place(**each["place"]), spans=tuple(span_from_list(span) for span in each["spans"]))
+                for each in values["ranks"]
+            )
+            schedule = Schedule.parse(values["schedule"])
+            return Timeline(step=values["step"], schedule=schedule, rows=rows, clock_error_seconds=values["clock_error_seconds"])
+        except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
+            raise ReportError(f"It holds no timeline as meshloom writes it ({type(error).__name__}: {error}).") from None
+
+
+def span_from_list(values: list[Any]) -> Span:
+    """[kind, stage, microbatch, start, stop]."""
+    kind, stage, microbatch, start, stop = values
+    return Span(kind=kind, stage=stage, microbatch=microbatch, start=start, stop=stop)
+
+
+def on_paper(schedule: Schedule, seconds: Callable[[Action], float], transfer_seconds: float = 0.0) -> Timeline:
+    """A step as it is predicted: nothing is executed.
+
+    seconds: of an action. transfer_seconds: from one rank to another, for any value.
+    """
+    timed = run_on_paper(schedule, seconds, lambda before, after: transfer_seconds)
+    rows = [
+        Row(rank=rank, place=Place(pp=rank), spans=tuple(_span(action, timed.starts[action], timed.ends[action]) for action in actions))
+        for rank, actions in enumerate(schedule.actions)
+    ]  # fmt: skip
+    return Timeline(step=0, schedule=schedule, rows=tuple(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """Of the time from the first forward's start to the last backward's end, the share that a rank is idle.
+
+    measured: as the timeline has it.
+    formula: with forwards and halves of backwards of one unit each on all stages, and messages that take no time: (p - 1) / (m + p - 1) for gpipe and 1f1b.
+    own_seconds: the schedule on paper with what each stage's actions took on average, and messages that take no time.
+
+    formula - own_seconds is the balance of the stages; own_seconds - measured is messages, uneven microbatches, and what runs besides.
+    """
+
+    measured: float
+    formula: float
+    own_seconds: float
+
+
+def idle_of(timeline: Timeline) -> list[Idle]:
+    """[row]."""
+    equal = on_paper(timeline.schedule, Durations.alike(timeline.schedule.num_stages).of)
+    own = {pipeline: on_paper(timeline.schedule, _mean_seconds(timeline, pipeline)) for pipeline in timeline.windows}
+
+    def share(paper: Timeline, row: Row) -> float:
+        return paper.idle_share(paper.rows[row.place.pp])
+
+    return [
+        Idle(measured=timeline.idle_share(row), formula=share(equal, row), own_seconds=share(own[_pipeline(row)], row)) for row in timeline.rows
+    ]  # fmt: skip
+
+
+def _mean_seconds(timeline: Timeline, pipeline: tuple[int, int]) -> Callable[[Action], float]:
+    """What an action of a stage and kind took on average."""
+    took: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for row in timeline.rows:
+        if _pipeline(row) == pipeline:
+            for span in row.actions:
+                took[span.stage or 0, span.kind].append(span.seconds)
+    means = {key: statistics.fmean(seconds) for key, seconds in took.items()}
+    return lambda action: means[action.stage, action.kind]
+
+
+def _pipeline(row: Row) -> tuple[int, int]:
+    return row.place.dp, row.place.tp
+
+
+def _span(action: Action, start: float, stop: float) -> Span:
+    return Span(kind=action.kind, stage=action.stage, microbatch=action.microbatch, start=start, stop=stop)

@@ -1,0 +1,43 @@
+"""Every family trained under pp=2 and under dp=2,pp=2,tp=2 equals one device: two steps in float64, dropout on.
+
+One family of each kind runs in the covering subset; the rest is `slow`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshloom.plan import Plan
+from meshloom.verify.run import verify
+from tests.families import FAMILIES, Family
+from tests.families.limits import NOT_READ
+from tests.families.measure import largest_error
+from tests.test_divided_families import NO_CHUNK_OF_ONE, TOLERANCE, drawn, lifted, pins_of
+
+COVERING = {"pp=2": {"t5", "mixtral"}, "grid": {"llama", "resnet", "u_net"}}
+PLANS = {"pp=2": Plan(pp=2, microbatches=2), "grid": Plan(dp=2, pp=2, tp=2)}
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        pytest.param(each, plan, marks=[] if name in COVERING[kind] else [pytest.mark.slow], id=f"{name}-{kind}")
+        for name, each in FAMILIES.items()
+        if name not in NOT_READ
+        for kind, plan in PLANS.items()
+    ],
+)
+def test_a_family_equals_one_device(family: Family, plan: Plan):
+    job = replace(family.make_job(True), batch_size=4 if family.name in NO_CHUNK_OF_ONE else 3)
+    if plan.tp > 1:  # models this small are left whole by the choice, so that a division drawn at random is asked for
+        plan = replace(plan, tp_placements=pins_of(drawn(job, chunk_size=2, num_ranks=plan.tp)))
+    report = verify(lifted(job), plan, devices="simulated", steps=1 if family.name in NO_CHUNK_OF_ONE else 2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+    assert largest_error(report) <= TOLERANCE
+    assert max(report.owned) < 1

@@ -1,0 +1,224 @@
+"""Plans with pp, alone and with dp and tp, train what one device trains: on simulated ranks and on processes, from checkpoint to checkpoint."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from meshloom.errors import CaptureError, JobError, PlanError, TrainingError
+from meshloom.job import Evaluate, Job
+from meshloom.plan import Plan
+from meshloom.trainer import Trainer
+from meshloom.verify.report import print_report
+from meshloom.verify.run import verify
+from tests.families import FAMILIES
+from tests.jobs import make_job
+from tests.processes import on_ranks
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+PLANS = [
+    "pp=2",
+    "pp=3,microbatches=5,schedule=zb-h1",
+    "dp=2,pp=2,microbatches=3,schedule=gpipe",
+    "dp=2,pp=2,tp=2,microbatches=2",
+    "dp=2,pp=2,microbatches=2,schedule=zb-v,zero=1",
+    "pp=2,microbatches=3,schedule=interleaved",
+    "dp=2,pp=2,tp=2,microbatches=3,zero=1,schedule=zb-h1",
+]
+MODELS = ("mlp", "cnn", "gpt", "unused_twice")
+OPTIMIZERS = ("sgd", "adamw", "adafactor", "muon")
+CASES = [
+    pytest.param(model, optimizer, plan, marks=() if (column + 2 * row + number) % 9 == 0 else pytest.mark.slow)
+    for row, model in enumerate(MODELS)
+    for column, optimizer in enumerate(OPTIMIZERS)
+    for number, plan in enumerate(PLANS)
+]
+
+
+def keyed(job: Job, plan: str, **settings: Any) -> Trainer:
+    return Trainer(job, f"{plan},keyed_draws=true", devices="simulated", dtype=torch.float64, **settings)
+
+
+@pytest.mark.parametrize(("model", "optimizer", "plan"), CASES)
+def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
+    report = verify(make_job(model, optimizer), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)  # the third batch is a short one
+    assert report is not None
+    assert report.passed, report.causes
+    assert max(report.owned) < 0.97  # something was divided
+    assert max(error.error for step in report.steps for error in step.errors) < 1e-10
+
+
+@pytest.mark.parametrize("plan", ["dp=4,pp=2,microbatches=4,zero=1", "dp=3,pp=2,microbatches=5,schedule=zb-v", "dp=7,tp=2,microbatches=2,zero=1"])
+def test_replicas_with_fewer_chunks_or_none_keep_pace(plan: str):
+    report = verify(make_job("unused_twice", "adamw"), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+
+
+def test_every_parameter_is_owned_once_and_the_rest_is_let_go():
+    with keyed(make_job("gpt", "sgd"), "pp=3") as trainer:
+        whole = dict(make_job("gpt", "sgd").model().named_parameters())
+        owners: dict[str, list[int]] = {name: [] for name in whole}
+        for rank, replica in enumerate(trainer.replicas):
+            for name, parameter in replica.named:
+                owners[name].append(rank)
+                assert parameter.shape == whole[name].shape
+            held = {name for name, each in replica.model.named_parameters() if not each.is_meta}
+            assert len(held) < len(whole)
+        assert all(len(ranks) == 1 for ranks in owners.values())
+        lent = trainer.replicas[0].staged.homes.lent  # type: ignore[union-attr]
+        assert lent == ["embed.weight"]  # tied to the head
+
+
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "dp=2,pp=2,tp=2,microbatches=2,zero=1", "pp=2,microbatches=3,schedule=zb-v"])
+def test_bytes_along_every_axis_are_as_predicted(plan: str, tmp_path: Path):
+    job = replace(make_job("gpt", "muon"), clip_grad_norm=0.5)
+    job = replace(job, evaluate=Evaluate(data=job.data, metrics={"loss": job.loss}, every=1))
+    with keyed(job, plan, steps=3, out=tmp_path) as trainer:
+        summary = trainer.fit()
+        for replica in trainer.replicas[1:]:  # what is printed is rank 0's; the others know theirs as well
+            for axis in ("pp", "tp"):
+                counts = replica.seat.groups[axis].counts if axis in replica.seat.groups else {}
+                counted = {name: count.bytes for name, count in counts.items() if count.bytes}
+                assert {name: size for name, size in replica.bytes_within(axis).items() if size} == counted or axis not in replica.seat.groups
+    assert summary.counted.bytes["pp"] and summary.predicted == summary.counted
+
+
+def test_evaluation_is_one_devices():
+    def error(model: torch.nn.Module, batch: Any) -> Tensor:
+        return (model(batch["x"]).argmax(-1) != batch["y"]).double().mean()
+
+    job = make_job("cnn", "sgd")
+    job = replace(job, evaluate=Evaluate(data=job.data, metrics={"error": error, "loss": job.loss}, every=2))
+    found = []
+    for plan in ("dp=1,microbatches=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "pp=2,microbatches=2,schedule=zb-v"):
+        with keyed(job, plan, steps=2) as trainer:
+            found.append(trainer.fit().evaluation)
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-12)
+
+
+GRID = "dp=2,pp=2,tp=2,microbatches=2"
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "saved", "resumed"),
+    [
+        ("gpt", "adamw", f"{GRID},zero=1", ("tp=4,microbatches=4", "dp=1,microbatches=4")),
+        ("cnn", "sgd", "pp=2,microbatches=4,schedule=zb-v", (GRID, "dp=4,zero=1")),
+        pytest.param("gpt", "muon", "dp=1,microbatches=4", (GRID, "pp=3,microbatches=4"), marks=pytest.mark.slow),
+        pytest.param("gpt", "muon", f"{GRID},zero=1", ("tp=3,microbatches=4", "pp=2,microbatches=4,schedule=zb-h1"), marks=pytest.mark.slow),
+        pytest.param("unused_twice", "adamw", f"{GRID},schedule=interleaved", ("tp=2,microbatches=4", "dp=4"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_goes_on_under_any_plan(model: str, optimizer: str, saved: str, resumed: tuple[str, ...], tmp_path: Path):
+    job = make_job(model, optimizer)
+    with keyed(job, "dp=1,microbatches=4", steps=4) as trainer:  # batch norm sees chunks, so all plans have four
+        expected = trainer.fit().last_loss
+    with keyed(job, saved, steps=2, out=tmp_path) as trainer:
+        trainer.fit()
+    for plan in resumed:
+        with keyed(job, plan, steps=4, resume=tmp_path) as trainer:
+            assert trainer.fit().last_loss == pytest.approx(expected, rel=1e-11)
+
+
+def test_ranks_that_drift_apart_are_found():
+    with keyed(make_job("gpt", "sgd"), "pp=2", steps=1) as trainer:
+        borrowed = dict(trainer.replicas[1].model.named_parameters())["embed.weight"]
+        with torch.no_grad():
+            borrowed.view(-1)[0] += 1e-9
+        trainer.replicas[1].staged.homes.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
+        trainer.replicas[0].staged.homes.lend = lambda parameters: iter(())  # type: ignore[union-attr, assignment, method-assign]
+        with pytest.raises(TrainingError, match=r"embed.weight differs between ranks pp=0 and pp=1, which both hold all of it"):
+            trainer.fit()
+
+
+def test_mistakes_are_one_sentence():
+    with pytest.raises(CaptureError, match=r"jobs.py:\d+ .*Plans with dp alone run the module as it is"):
+        keyed(make_job("branch", "sgd"), "pp=2")
+    with pytest.raises(PlanError, match=r"cuts=nowhere: no module of that name runs in the forward"):
+        keyed(make_job("gpt", "sgd"), "pp=2,cuts=nowhere")
+    with pytest.raises(PlanError, match=r"The model can be cut at \d+ places, and 20 stages need 19"):
+        keyed(make_job("mlp", "sgd"), "pp=20")
+    with pytest.raises(JobError, match=r"looks at all parameters at once, and with pp=2 no rank has them all"):
+        keyed(replace(make_job("mlp", "sgd"), optimizer=_All, scheduler=None), "pp=2")
+
+
+def _log_loss(model: torch.nn.Module, batch: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(torch.log(-model(batch["x"]).abs() - 1), batch["y"])
+
+
+def test_a_loss_that_is_not_finite_names_rank_and_operator():
+    for plan, rank in (("pp=2,microbatches=2", 1), ("dp=2,pp=2,tp=2", 4), ("tp=2", 0)):
+        with keyed(replace(make_job("mlp", "sgd"), loss=_log_loss), plan, steps=1) as trainer, pytest.raises(TrainingError) as raised:
+            trainer.fit()
+        text = str(raised.value)
+        assert text.startswith(f"The loss of step 0 is nan: rank {rank}, microbatch 0; the first operator that gives NaN is log in ")
+        assert "test_pipeline_plans.py" in text
+
+
+class _All(torch.optim.SGD):
+    """Steps along the gradient divided by the norm of all parameters."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__([parameter for _, parameter in named], lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        every = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        total = torch.stack([each.norm() for each in every]).sum()
+        for each in every:
+            each -= each.grad / (1 + total)
+
+
+def test_cuts_by_name_are_where_they_are_asked_for():
+    with keyed(make_job("gpt", "sgd"), "pp=2,cuts=blocks.1") as trainer:
+        first = {name for name, _ in trainer.replicas[0].named}
+        assert first == {
+            name for name, _ in make_job("gpt", "sgd").model().named_parameters() if name.split(".")[0] == "embed" or "blocks.0" in name
+        } | {name for name in first if "position" in name}
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        ("t5", "pp=2,microbatches=2"),
+        ("resnet", "dp=2,pp=2,tp=2"),
+        ("mixtral", "pp=2,microbatches=2,schedule=zb-h1"),
+        ("llama", "dp=2,pp=2,tp=2,microbatches=2"),
+    ],
+)
+def test_a_family_equals_one_device(family: str, plan: str):
+    report = verify(FAMILIES[family].make_job(True), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+
+
+def _verified(model: str, optimizer: str, plan: str) -> str | None:
+    report = verify(make_job(model, optimizer), Plan.parse(plan), devices="cpu", steps=2, dtype=torch.float64)
+    if report is None:
+        return None
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=160))
+    return "EQUAL" if report.passed else stream.getvalue()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("model", "optimizer", "plan", "size"),
+    [
+        ("gpt", "adamw", "pp=2,microbatches=4", 2),
+        ("cnn", "muon", "dp=2,pp=2,microbatches=2,schedule=zb-h1", 4),
+        ("gpt", "sgd", "pp=2,tp=2,microbatches=3,schedule=interleaved", 4),
+    ],
+)
+def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size: int):
+    assert on_ranks(_verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"
