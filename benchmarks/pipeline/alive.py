@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from gpt import loss, make_data, make_model, make_optimizer
+from listening import listen
 from torch import Tensor
 
 import meshloom as ml
@@ -37,7 +38,7 @@ def kept_bytes(names: Sequence[str], microbatches: Sequence[int], num_ranks: int
                 trainer.step(next(batches))
                 watches = [Kept(replica.model.parameters()) for replica in trainer.replicas]
                 for replica, watch in zip(trainer.replicas, watches, strict=True):
-                    replica.listener = watch
+                    listen(replica, watch)
                 batch = next(batches)
                 before = _forget_peak()
                 trainer.step(batch)

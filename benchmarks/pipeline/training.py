@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import loss, make_data, make_model, make_optimizer
+from listening import listen
 from pipelining import open_pipelining
 
 import meshloom as ml
@@ -97,7 +98,7 @@ def open_meshloom(name: str, num_microbatches: int, num_steps: int, watch: Watch
     data = lambda: make_data(BATCH * num_steps)  # noqa: E731
     job = ml.Job(model=make_model, loss=loss, optimizer=make_optimizer, data=data, batch_size=BATCH, steps=num_steps, shuffle=False)
     trainer = stack.enter_context(ml.Trainer(job, f"pp={RANKS},microbatches={num_microbatches},schedule={name}", devices="cpu"))
-    trainer.replicas[0].listener = watch
+    listen(trainer.replicas[0], watch)
     batches = trainer.batches()
     stack.callback(batches.close)
 
