@@ -122,7 +122,8 @@ def described(record: dict[str, Any], records: list[dict[str, Any]]) -> str:
         mib = "  ".join(f"{each / 2**20:.1f}" for each in record["kept"])
         return f"{head} kept on each rank, MiB: {mib}; peak of the process {record['peak_rss'] / 2**20:.0f} MiB above what it held"
     if "microseconds_per_action" in record:
-        return f"{head} {record['what']:<12} {record['microseconds_per_action']['median']:5.1f} us per action"
+        takes = record["microseconds_per_action"]
+        return f"{head} {record['what']:<12} {takes['median']:5.1f} us per action ({takes['minimum']:.1f} at least)"
     seconds = record["seconds"]
     line = f"{head} {record['system']:<11} {seconds['median'] * 1e3:7.1f} ms ({seconds['minimum'] * 1e3:.1f} to {seconds['maximum'] * 1e3:.1f})"
     if record["system"] == "pipelining":
