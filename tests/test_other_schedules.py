@@ -16,6 +16,7 @@ from meshloom.pipeline.check import check_schedule, most_in_flight
 from meshloom.pipeline.schedule import Action, Kind, Schedule, folded, looped
 from meshloom.pipeline.timing import Durations, Timed, run_on_paper
 
+pytestmark = pytest.mark.long
 KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 # Qi et al. (2024): ranks, microbatches, milliseconds of F, I, W and of a transfer as profiled, and the bubble rates they give for 1F1B and ZB-H1.
 PROFILED = {
