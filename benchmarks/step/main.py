@@ -2,6 +2,7 @@
 
     python benchmarks/step/main.py --mode dp --json -        # data parallel, against DDP and FSDP2
     python benchmarks/step/main.py --mode tp --json -        # tensor parallel, against DTensor's parallelize_module
+    python benchmarks/step/main.py --mode pp --json -        # pipeline, 1F1B with 4 microbatches, against torch.distributed.pipelining
 
 One pair of processes with one thread each hosts all systems, so that they meet the same machine. They are timed in
 turns: a round is a few steps of each, and the order of the systems is reversed from round to round.
@@ -34,8 +35,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshloom as ml
 
+sys.path.append(str(Path(__file__).parents[1] / "pipeline"))
+from pipelining import open_pipelining
+
 RANKS = 2
-BASE = {"dp": ("torch ddp", "ddp"), "tp": ("torch dtensor", "dtensor")}  # mode -> the peer that ratios are taken to
+PLANS = {"dp": f"dp={RANKS}", "tp": f"tp={RANKS}", "pp": f"pp={RANKS},microbatches=4"}
+BASE = {
+    "dp": ("torch ddp", "ddp"),
+    "tp": ("torch dtensor", "dtensor"),
+    "pp": ("torch pipelining", "pipelining"),
+}  # mode -> the peer that ratios are taken to
 Step = Callable[[], float]  # one step; the loss of the whole batch (meshloom) or of this rank's share (the others)
 MakeOptimizer = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 Prepare = Callable[[], Step]  # read the next batch, which is not timed
@@ -103,13 +112,15 @@ def time_systems(mode: str, optimizer: MakeOptimizer, batch_size: int, num_round
     total_steps = (num_rounds + 1) * num_steps  # the first round warms up
     with ExitStack() as stack:
         # meshloom goes first: it joins the ranks that torchrun started, and the peers use what is there.
-        prepare: dict[tuple[str, str], Prepare] = {("meshloom", mode): open_meshloom(f"{mode}={RANKS}", optimizer, batch_size, total_steps, stack)}
+        prepare: dict[tuple[str, str], Prepare] = {("meshloom", mode): open_meshloom(PLANS[mode], optimizer, batch_size, total_steps, stack)}
         if not dist.is_initialized():
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
         if mode == "dp":
             prepare["torch ddp", "ddp"] = open_peer(wrap_ddp, optimizer, shares(batch_size, total_steps))
             prepare["torch fsdp2", "fsdp2"] = open_peer(wrap_fsdp2, optimizer, shares(batch_size, total_steps))
+        elif mode == "pp":
+            prepare["torch pipelining", "pipelining"] = open_pipeline(optimizer, batch_size, total_steps)
         else:
             batches = make_data(batch_size * total_steps).tensors[0].split(batch_size)
             prepare["torch dtensor", "dtensor"] = open_peer(wrap_dtensor, optimizer, ([each] for each in batches), around=loss_parallel)
@@ -191,6 +202,18 @@ def open_peer(
     def prepare() -> Step:
         batch = next(batches)
         return lambda: step(batch)
+
+    return prepare
+
+
+def open_pipeline(optimizer: MakeOptimizer, batch_size: int, num_steps: int) -> Prepare:
+    """The peer's 1F1B. One rank knows the loss, so that it counts for all."""
+    step = open_pipelining("1f1b", 4, optimizer)
+    batches = iter(make_data(batch_size * num_steps).tensors[0].split(batch_size))
+
+    def prepare() -> Step:
+        tokens = next(batches)
+        return lambda: RANKS * step(tokens)
 
     return prepare
 

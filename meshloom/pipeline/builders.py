@@ -9,7 +9,8 @@ zb-v          that with two stages a rank, folded (Qi et al., 2024, "Pipeline pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.errors import PlanError
@@ -117,8 +118,24 @@ def _zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedul
 
 
 def _zero_bubble_v(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+    """As drawn in the paper, which is the best where all actions take the same; otherwise what is found within the same memory may be shorter."""
     ranks, takes = folded(p), durations or Durations.alike(2 * p)
-    return _shortest(_greedy_halves("zb-v", ranks, m, 2 * p, takes), takes)
+    rows = [[action for action in _of_the_drawing(p, rank, max(m, 2 * p - 1)) if action.microbatch < m] for rank in range(p)]
+    return _shortest([_schedule("zb-v", ranks, m, rows), *_greedy_halves("zb-v", ranks, m, 2 * p, takes)], takes)
+
+
+def _of_the_drawing(p: int, rank: int, m: int) -> Iterator[Action]:
+    """A rank's row of ZB-V in Qi et al. (2024), for m of 2 p - 1 and more: `there` and `back` are its two stages."""
+    there, back = rank, 2 * p - 1 - rank
+    warm = [(there, "F")] * (2 * (p - rank) - 1) + [(back, "F"), (there, "F")] * rank + [(back, "FIW")] * (p - rank)
+    steady = [(there, "FIW"), (back, "FIW")] * (m - 2 * p + rank + 1) + [(there, "IW"), (back, "FIW")] * (p - rank - 1)
+    cool = [(there, "I"), (back, "I")] * rank + [(there, "IW")] * (p - rank) + [(back, "W")] * rank + [(there, "W")] * rank
+    numbers: Counter[tuple[int, str]] = Counter()
+    for stage, kinds in [*warm, *steady, *cool]:
+        for kind in _HALVES:
+            if kind in kinds:
+                yield Action(stage, kind, numbers[stage, kind])
+                numbers[stage, kind] += 1
 
 
 def _greedy_halves(name: str, ranks: tuple[int, ...], m: int, limit: int, durations: Durations) -> list[Schedule | None]:

@@ -4,13 +4,14 @@
 
 Between two ranks all messages, there and back, have one order, the same on both: that in which they become ready when the schedule is
 run on paper. Both start them in it, so that they match even where a message is only handed over when the other side is there to take
-it. A send starts as soon as its value is there; a receive when it is needed at the latest, and before anything that comes after it in
-the pair's order. Nothing is waited for but what an action needs.
+it. A send starts as soon as its value is there. A receive starts before anything that comes after it in the pair's order, and an action
+earlier than it is needed if it may: one receive per pair is kept open ahead, so that a message travels while the rank computes. That costs the
+memory of one message per neighbour. Nothing is waited for but what an action needs.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,12 +57,15 @@ class Step:
     stays: tuple[Message, ...]
 
 
-def steps_of(schedule: Schedule, edges: Iterable[Edge], durations: Durations | None = None) -> tuple[tuple[Step, ...], ...]:
-    """Every rank's actions with the messages around them. edges: which stages exchange values; at least every one of a chain, if they do."""
+def steps_of(schedule: Schedule, edges: Iterable[Edge], durations: Durations | None = None, ahead: int = 1) -> tuple[tuple[Step, ...], ...]:
+    """Every rank's actions with the messages around them. edges: which stages exchange values; at least every one of a chain, if they do.
+
+    ahead: receives of a pair that may be open before they are needed.
+    """
     found = list(edges)
     made = _messages(schedule, found)
     order = _order_of_pairs(schedule, made, durations or Durations.alike(schedule.num_stages))
-    return tuple(_steps_of_rank(schedule, rank, made, order) for rank in range(schedule.num_ranks))
+    return tuple(_steps_of_rank(schedule, rank, made, order, ahead) for rank in range(schedule.num_ranks))
 
 
 def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[Action, tuple[list[Message], list[Message]]]:
@@ -103,10 +107,15 @@ def _pair(schedule: Schedule, message: Message) -> Pair:
 
 
 def _steps_of_rank(
-    schedule: Schedule, rank: int, made: Mapping[Action, tuple[list[Message], list[Message]]], order: Mapping[Pair, Sequence[Message]]
+    schedule: Schedule,
+    rank: int,
+    made: Mapping[Action, tuple[list[Message], list[Message]]],
+    order: Mapping[Pair, Sequence[Message]],
+    ahead: int,
 ) -> tuple[Step, ...]:
     queues = {pair: deque(messages) for pair, messages in order.items() if rank in pair}
     started: set[Message] = set()
+    num_open = Counter[Pair]()  # receives that are started and not yet needed
     steps: list[Step] = []
 
     def start_until(message: Message) -> list[tuple[Message, bool]]:
@@ -116,7 +125,18 @@ def _steps_of_rank(
         while message not in started:
             first = queue.popleft()
             started.add(first)
-            begun.append((first, schedule.ranks[first.source] == rank))
+            is_send = schedule.ranks[first.source] == rank
+            num_open[_pair(schedule, first)] += not is_send
+            begun.append((first, is_send))
+        return begun
+
+    def start_ahead(pair: Pair) -> list[tuple[Message, bool]]:
+        """Receives that come next in the pair's order, up to those that may be open."""
+        queue, begun = queues[pair], list[tuple[Message, bool]]()
+        while queue and schedule.ranks[queue[0].source] != rank and num_open[pair] < ahead:
+            begun.append((queue.popleft(), False))
+            started.add(begun[-1][0])
+            num_open[pair] += 1
         return begun
 
     for action in schedule.actions[rank]:
@@ -124,6 +144,8 @@ def _steps_of_rank(
         before = [each for message in needed for each in start_until(message)]
         if any(is_send for _, is_send in before):
             raise PlanError(f"{action} of schedule {schedule.name} needs a message that comes after one of its own rank's in their order.")
+        num_open.subtract(_pair(schedule, each) for each in needed)
+        before += [each for pair in queues for each in start_ahead(pair)]
         stays = tuple(each for each in made[action][1] if not _crosses(schedule, each))
         after = [each for message in sent for each in start_until(message)]
         steps.append(Step(action=action, receives=tuple(each for each, _ in before), awaits=tuple(needed), posts=tuple(after), stays=stays))

@@ -27,9 +27,9 @@ from meshloom.job import Job, LossFunction
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.check import held_by_stage
 from meshloom.pipeline.schedule import Schedule
-from meshloom.plan import Plan
+from meshloom.pipeline.simulate import step_seconds
+from meshloom.plan import Plan, chunk_sizes
 
-STATE_FACTOR = 4.0  # a parameter with its gradient and two numbers of an optimizer
 Key = tuple[LossFunction, bool, Shapes]
 
 
@@ -91,7 +91,9 @@ class Staging:
     def _choose(self, whole: Program) -> CutChoice:
         plan = self._plan
         rates = self._rates or rates_here(whole.device.type, plan.pp)
-        schedule = self.schedule(plan.microbatches)
+        sizes = [size for size in chunk_sizes(self._job.batch_size, plan.num_chunks)[: plan.microbatches] if size]
+        schedule = self.schedule(len(sizes))
+        sizes = [size / sizes[0] for size in sizes]
         first = self._homes is None
         return choose_cuts(
             whole,
@@ -101,9 +103,9 @@ class Staging:
             cuts=plan.cuts if first else (),
             memory_bytes=float(plan.memory_bytes * plan.tp) or None if first else None,
             in_flight=held_by_stage(schedule),
-            state_factor=STATE_FACTOR,
             ranks=schedule.ranks,
             homes=self._homes,
+            step_seconds=step_seconds(schedule, rates.message_seconds, sizes=sizes) if first else None,
         )
 
 

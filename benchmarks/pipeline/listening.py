@@ -1,0 +1,20 @@
+"""Have a listener of one's own told of the actions of a trainer's rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from meshloom.pipeline.run import Listener
+from meshloom.replica import Replica
+
+
+def listen(replica: Replica, listener: Listener) -> None:
+    """From now on, instead of what the trainer records."""
+    assert replica.staged
+    microbatches: Any = replica.staged.microbatches
+    microbatches.train = partial(_train, microbatches.train, listener)
+
+
+def _train(train: Any, own: Listener, batches: Any, *, listener: Any = None, **words: Any) -> int:
+    return train(batches, listener=own, **words)
