@@ -24,6 +24,7 @@ from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
 from meshloom.graph.work import Work, work_of
 
+UNEVEN = 1.25
 Homes = Mapping[str, Collection[int]]
 
 
@@ -68,7 +69,8 @@ def choose_cuts(
     ranks: stage -> its rank; default: each has its own.
     homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these, or in others of their ranks.
     work, kept: node -> its seconds, and what it makes autograd keep; default: those of `costs`, at `rates`.
-    step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the shortest step is taken.
+    step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the shortest step is taken. No stage becomes
+        `UNEVEN` times as slow as the slowest was.
     Raises `PlanError` if there are fewer places to cut than wanted, a module is not there, or no cut fits into the memory or to the homes.
     """
     rates = rates or Rates()
@@ -89,7 +91,14 @@ def choose_cuts(
     )
     chosen = _given(line, cuts, limits, homes) if cuts else _best(line, limits, homes)
     if step_seconds is not None and not cuts:
-        chosen = refined(line, limits, chosen, lambda tried: step_seconds(_stages(line, tried)))
+        # Who asks for stages wants parameters and work apart, also where a model is so small that sending takes longer than computing all of it.
+        longest = UNEVEN * max(each.seconds for each in _stages(line, chosen))
+
+        def price(tried: Sequence[int]) -> float:
+            stages = _stages(line, tried)
+            return step_seconds(stages) if max(each.seconds for each in stages) <= longest else math.inf
+
+        chosen = refined(line, limits, chosen, price)
     bounds = [0, *chosen, len(program.nodes)]
     return CutChoice(
         stage_of={node.name: stage for stage, (start, end) in enumerate(pairwise(bounds)) for node in program.nodes[start:end]},
