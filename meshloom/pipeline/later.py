@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class LaterLinear:
     """A linear layer whose weights are parameters."""
 
     later: Later
+    is_local: ClassVar[bool] = True  # no rank needs another's
 
     def run(self, group: Group | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [b*, k], weight [o, k], bias [o] -> [b*, o]."""
@@ -71,14 +72,14 @@ def with_later_weights(program: Program, later: Later) -> Program:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, later: Later, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.later, ctx.bias = later, bias
-        ctx.save_for_backward(x, weight)
+        ctx.later, ctx.weight, ctx.bias = later, weight, bias  # the parameters themselves, whose gradients they will be
+        ctx.save_for_backward(x)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        bias = ctx.bias
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
         dx = gradient.matmul(weight) if ctx.needs_input_grad[1] else None
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.later.collecting:
