@@ -41,12 +41,14 @@ class Source:
 class Save:
     """A tensor that autograd saved. node: while it ran. owner: value that owns its memory, or the node inside of which that was made.
 
+    inside: whether that memory is no value's, but was made inside of the owner.
     source: where it can be had from; None: only from the operator that made it, when that runs again: `like`, the number of the first
     save of that memory. layout: within that.
     """
 
     node: str
     owner: str
+    inside: bool
     source: Source | None
     like: int
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
@@ -73,14 +75,21 @@ class Recipe:
 def make_recipe(
     segment: Segment, saves: Sequence[Save], borders: Collection[str], kept: Collection[str], needed: Collection[int] | None = None
 ) -> Recipe:  # fmt: skip
-    """The recipe of a segment. borders: owners of the memory that later segments read. kept: nodes that never run again.
+    """The recipe of a segment. borders: owners of the memory that later segments read. kept: nodes whose results are kept, and `NODE:` for those of
+    which is kept what is made inside.
 
     needed: numbers of the saves that a backward can ask for; None: all. What the ranks sent each other is not sent again: it is kept.
     """
     by_name = {node.name: node for node in segment.nodes}
-    stops = {node.name for node in segment.nodes if node.name in kept or talks(node.target)}
-    stops |= {*segment.results, *borders} & by_name.keys()
-    again = tuple(save.owner in by_name and save.owner not in stops and (needed is None or number in needed) for number, save in enumerate(saves))
+    talking = {node.name for node in segment.nodes if talks(node.target)}
+    stops = {*kept, *talking, *segment.results, *borders} & by_name.keys()
+
+    def is_kept(save: Save) -> bool:
+        if save.inside:
+            return f"{save.owner}:" in kept or save.owner in talking
+        return save.owner not in by_name or save.owner in stops
+
+    again = tuple(not is_kept(save) and (needed is None or number in needed) for number, save in enumerate(saves))
     running: set[str] = set()
     held: set[str] = set()
 
@@ -157,12 +166,12 @@ def saves_of(segment: Segment, values: Mapping[str, Any], saved: Iterable[tuple[
         if owner is None:
             like, first = inside.setdefault(memory, (number, place))
             layout = None if place == first else _layout(tensor)
-            saves.append(Save(node=node, owner=saves[like].node if like < number else node, source=None, like=like, layout=layout))
+            saves.append(Save(node=node, owner=saves[like].node if like < number else node, inside=True, source=None, like=like, layout=layout))
             continue
         source = exact.get(place)
         if source is None and tensor.dtype == _of(values, owner).dtype and not tensor.is_conj() and not tensor.is_neg():
             source = replace(owner, layout=_layout(tensor))
-        saves.append(Save(node=node, owner=owner.value, source=source, like=number))
+        saves.append(Save(node=node, owner=owner.value, inside=False, source=source, like=number))
     return saves, borders
 
 

@@ -2,8 +2,9 @@
 
     none         everything that autograd saves is kept
     full         kept is what crosses the borders of segments (`segments.py`), and what ranks sent each other
-    selective    kept are also results that are dear to compute: of operators that take longer to compute than to move their bytes
-                 (matrix products, convolutions), except attention, and whatever takes longer per byte than that is worth
+    selective    kept is also what is dear to compute. Operators that take longer to compute than to move their bytes (matrix products,
+                 convolutions) never run again, except attention; of the others so many that bytes kept and seconds paid, at a price,
+                 are least (`keep.py`)
 
 Attention runs again although it is a product: kept, it would hold its result and its statistics, and written out, scores for every pair of
 positions, which are most of a block's memory and little of its time (Korthikanti et al., 2022, section 5).
@@ -11,18 +12,19 @@ positions, which are most of a block's memory and little of its time (Korthikant
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshloom.errors import PlanError
 from meshloom.graph.cost import Cost, costs
+from meshloom.graph.keep import Candidate, cheapest_kept
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, default_rates
 from meshloom.graph.recipe import Save, Source, make_recipe
 from meshloom.graph.segments import Segment, is_view, segments_of
 
-DEAR = 16.0  # times that a result could be written while it is computed
+DEAR = 16.0  # bytes moved while a byte is computed again that is just as well kept
 _HOW = ("none", "full", "selective")
 
 
@@ -50,59 +52,39 @@ def with_recomputation(program: Program, how: str, *, costs_of: Mapping[str, Cos
     """
     if how == "none":
         return replace(program, kept=None, _runners={})
-    return replace(program, kept=kept_nodes(program, costs_of, how, rates), _runners={})
-
-
-def kept_nodes(program: Program, costs_of: Mapping[str, Cost] | None, how: str, rates: Rates | None = None) -> frozenset[str]:
-    """The nodes that never run again under `how`, besides those in which ranks talk."""
-    if how not in _HOW:
-        raise PlanError(f"recompute={how} is not known. Known: {', '.join(_HOW)}.")
-    if how == "none":
-        return frozenset(node.name for node in program.nodes)
-    if how == "full":
-        return frozenset()
-    costs_of = costs(program) if costs_of is None else costs_of
-    rates = rates or default_rates(program.device.type)
-    owned: dict[str, dict[str, int]] = {}
-    for cost in costs_of.values():
-        for each in cost.kept:
-            owned.setdefault(_owner(each.memory), {})[each.memory] = each.num_bytes
-    return frozenset(
-        node.name for node in program.nodes if node.name not in costs_of or _is_dear(node, costs_of[node.name], sum(owned.get(node.name, {}).values()), rates)
-    )  # fmt: skip
+    return replace(program, kept=kept_values(program, costs_of, how, rates), _runners={})
 
 
 def recomputed(program: Program, costs_of: Mapping[str, Cost], how: str, rates: Rates | None = None) -> Recomputed:
     """What `program` keeps and what it computes again under `how`. costs_of: node -> its cost (`costs(program)`)."""
     rates = rates or default_rates(program.device.type)
-    kept = kept_nodes(program, costs_of, how, rates)
-    known = {each.memory: each.num_bytes for cost in costs_of.values() for each in cost.kept}
-    owner_of = _owners(program, costs_of)
-    sizes = {node.name: sum(each.num_bytes for each in node.outputs) for node in program.nodes}
+    kept = kept_values(program, costs_of, how, rates) if how != "none" else None
+    facts = _Facts(program, costs_of)
     there: set[str] = set()  # memory that is kept
     seconds_of: dict[str, float] = {}
-    again_bytes = 0
-    copies = 0
+    again_bytes = copied_bytes = 0
     changing = {each.value: each.meta.num_bytes for name, each in program.buffers.items() if name in program.updates or name in program.in_place}
     for segment in segments_of(program):
         memories = [(node.name, each.memory) for node in segment.nodes for each in costs_of[node.name].kept]
-        if how == "none":
-            there |= {memory for _, memory in memories}
+        if kept is None:
+            there.update(memory for _, memory in memories)
             continue
-        recipe = make_recipe(segment, _saves(memories), {owner_of[name] for name in segment.results}, kept)
-        there |= {memory for (_, memory), again in zip(memories, recipe.again, strict=True) if not again}
-        if any(recipe.again):
-            there |= {owner_of.get(name, name) for name in (*recipe.held_given, *recipe.held_made)}
-            copies += sum(changing.get(name, 0) for name in recipe.held_given)
-        again = {memory for (_, memory), again in zip(memories, recipe.again, strict=True) if again}
-        again_bytes = max(again_bytes, sum(known[memory] for memory in again))
+        recipe = make_recipe(segment, facts.saves(memories), facts.borders(segment), kept)
+        again = {memory for (_, memory), is_again in zip(memories, recipe.again, strict=True) if is_again}
+        there.update(memory for _, memory in memories if memory not in again)
+        if again:
+            held = (*recipe.held_given, *recipe.held_made)
+            there.update(facts.owner_of.get(name, name) for name in held)
+            copied_bytes += sum(changing.get(name, 0) for name in held)
+        again_bytes = max(again_bytes, sum(facts.num_bytes[memory] for memory in again))
         seconds_of |= {node.name: rates.forward_seconds(costs_of[node.name]) for node in recipe.nodes if node.name in costs_of}
     kept_of: dict[str, int] = {}
     for memory in there:
-        if _owner(memory) in sizes:
-            kept_of[_owner(memory)] = kept_of.get(_owner(memory), 0) + known.get(memory, sizes[_owner(memory)])
+        owner = _owner(memory)
+        if owner in facts.owner_of:
+            kept_of[owner] = kept_of.get(owner, 0) + facts.num_bytes[memory]
     return Recomputed(
-        kept_bytes=sum(kept_of.values()) + copies,
+        kept_bytes=sum(kept_of.values()) + copied_bytes,
         seconds=sum(seconds_of.values()),
         again_bytes=again_bytes,
         kept_of=kept_of,
@@ -110,35 +92,79 @@ def recomputed(program: Program, costs_of: Mapping[str, Cost], how: str, rates: 
     )
 
 
-def _is_dear(node: Node, cost: Cost, owned_bytes: int, rates: Rates) -> bool:
+def kept_values(program: Program, costs_of: Mapping[str, Cost] | None, how: str, rates: Rates | None = None) -> frozenset[str]:
+    """Nodes whose results are kept where backward needs them, and `NODE:` for those of which is kept what is made inside; besides borders and talk."""
+    if how not in _HOW:
+        raise PlanError(f"recompute={how} is not known. Known: {', '.join(_HOW)}.")
+    if how == "full":
+        return frozenset()
+    costs_of = costs(program) if costs_of is None else costs_of
+    rates = rates or default_rates(program.device.type)
+    facts = _Facts(program, costs_of)
+    prices = {node.name: _price(node, costs_of[node.name], rates) if node.name in costs_of else None for node in program.nodes}
+    candidates = {node.name: facts.candidate(node, prices[node.name]) for node in program.nodes}
+    kept = {mark for name, price in prices.items() if price is None for mark in (name, f"{name}:")}
+    return frozenset(kept.union(*(cheapest_kept(segment, candidates, facts.borders(segment)) for segment in segments_of(program))))
+
+
+def _price(node: Node, cost: Cost, rates: Rates) -> float | None:
+    """Bytes that are worth running a node again; None: it is not to run again."""
     if "attention" in node.operator:
-        return False
-    computing, moving = cost.flops / rates.flops_per_second, (cost.read_bytes + cost.written_bytes) / rates.bytes_per_second
-    result = max(owned_bytes, sum(each.num_bytes for each in node.outputs))
-    return computing > moving or moving > DEAR * result / rates.bytes_per_second
+        return 0.0
+    moved = cost.read_bytes + cost.written_bytes
+    return None if cost.flops / rates.flops_per_second > moved / rates.bytes_per_second else moved / DEAR
 
 
-def _saves(memories: list[tuple[str, str]]) -> list[Save]:
-    """Of a segment's nodes and the memory that each of them keeps."""
-    first: dict[str, int] = {}
-    saves: list[Save] = []
-    for number, (node, memory) in enumerate(memories):
-        inside = _owner(memory) != memory
-        like = first.setdefault(memory, number) if inside else number
-        saves.append(Save(node=node, owner=_owner(memory), source=Source(value=_owner(memory)), like=like))
-    return saves
+class _Facts:
+    """What the costs of a program say of its memory, which is named as in `cost.Kept`. owner_of: node -> the value in whose memory its result lies."""
+
+    def __init__(self, program: Program, costs_of: Mapping[str, Cost]) -> None:
+        self.owner_of: dict[str, str] = {}
+        for node in program.nodes:
+            operands = [ref.name for ref in node.operands()]
+            views = is_view(node.target) and operands and not (node.name in costs_of and costs_of[node.name].written_bytes)
+            self.owner_of[node.name] = self.owner_of.get(operands[0], operands[0]) if views else node.name
+        self._num_results = {node.name: max(len(node.outputs), 1) for node in program.nodes}
+        self.num_bytes = {node.name: sum(each.num_bytes for each in node.outputs) for node in program.nodes}
+        self._inside: dict[str, int] = {}
+        self._saved: set[str] = set()
+        for memory, num_bytes in {each.memory: each.num_bytes for cost in costs_of.values() for each in cost.kept}.items():
+            self.num_bytes[memory] = num_bytes
+            if self._is_inside(memory):
+                self._inside[_owner(memory)] = self._inside.get(_owner(memory), 0) + num_bytes
+            else:
+                self._saved.add(_owner(memory))
+
+    def candidate(self, node: Node, price: float | None) -> Candidate:
+        """The node, at that price."""
+        return Candidate(
+            price=price,
+            result_bytes=sum(each.num_bytes for each in node.outputs),
+            inside_bytes=self._inside.get(node.name, 0),
+            result_saved=node.name in self._saved,
+            views=self.owner_of[node.name] != node.name,
+        )
+
+    def borders(self, segment: Segment) -> set[str]:
+        """Owners of the memory that later segments read."""
+        return {self.owner_of[name] for name in segment.results}
+
+    def saves(self, memories: Sequence[tuple[str, str]]) -> list[Save]:
+        """Of pairs of a node and a memory that it keeps."""
+        first: dict[str, int] = {}
+        made: list[Save] = []
+        for number, (node, memory) in enumerate(memories):
+            owner, inside = _owner(memory), self._is_inside(memory)
+            like = first.setdefault(memory, number) if inside else number
+            made.append(Save(node=node, owner=owner, inside=inside, source=None if inside else Source(value=owner), like=like))
+        return made
+
+    def _is_inside(self, memory: str) -> bool:
+        """Whether it is none of an operator's results."""
+        owner, _, number = memory.partition(":")
+        return bool(number) and int(number) >= self._num_results.get(owner, 1)
 
 
 def _owner(memory: str) -> str:
     """The value, or the node inside of which it was made."""
     return memory.partition(":")[0]
-
-
-def _owners(program: Program, costs_of: Mapping[str, Cost]) -> dict[str, str]:
-    """Node -> the value in whose memory its result lies."""
-    found: dict[str, str] = {}
-    for node in program.nodes:
-        operands = [ref.name for ref in node.operands()]
-        views = is_view(node.target) and operands and not costs_of[node.name].written_bytes
-        found[node.name] = found.get(operands[0], operands[0]) if views else node.name
-    return found

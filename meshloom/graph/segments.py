@@ -2,7 +2,7 @@
 
     borders  B        bytes of the values that a later segment reads, each counted once
     inside   I_k      bytes that the operators of segment k make
-    least    B + max I_k
+    least    2 B + max I_k      as borders are kept of every microbatch in flight, and one segment at a time is computed again
 
 A chain of n equal values is cut into about sqrt(n) segments (Chen et al., 2016, "Training deep nets with sublinear memory cost"); blocks of a transformer are cut
 where only the residual stream crosses. For a limit on I the least B is found exactly, by dynamic programming over the places where
@@ -23,6 +23,7 @@ import numpy
 from meshloom.graph.nodes import Node, refs_in
 from meshloom.graph.runner import Listing
 
+IN_FLIGHT = 2.0
 NUM_LIMITS = 16
 MOST_PLACES = 400
 
@@ -129,4 +130,4 @@ class _Line:
             ends.append(int(start_of[ends[-1]]))
         ends.reverse()
         most = max(float(inside[stop] - inside[start]) for start, stop in pairwise(ends))
-        return float(least[-1]) + most, [places[end] for end in ends]
+        return IN_FLIGHT * float(least[-1]) + most, [places[end] for end in ends]
