@@ -106,7 +106,9 @@ class _Runs:
             made = first.forward(entered, given, as_it_was, group)
         values.update(zip(self.segment.results, made, strict=False))
 
-    def function(self, nodes: Any, given: Sequence[str], results: Iterable[str], mark: str | None = None) -> tuple[Any, Sequence[Any], Mapping[str, fx.Node]]:
+    def function(
+        self, nodes: Any, given: Sequence[str], results: Iterable[str], mark: str | None = None
+    ) -> tuple[Any, Sequence[Any], Mapping[str, fx.Node]]:
         """Some of the nodes as a module, what it needs for `Special`, and its graph's nodes."""
         made = lower(self.program, nodes, given, map(Ref, results), self.device, self.dtype, mark=mark)
         return made.module, made.special, made.made
@@ -149,11 +151,12 @@ class _Compiled:
         def pack(tensor: Tensor) -> None:
             nonlocal count
             for number, layout in recipe.captures.get(count, ()):
-                found[number] = tensor if layout is None else tensor.as_strided(*layout)
+                detached = tensor.detach()  # or what it holds would hold it
+                found[number] = detached if layout is None else detached.as_strided(*layout)
             count += 1
 
-        with _from_seed(seed, runs.device), torch.enable_grad(), saved_tensors_hooks(pack, _open):
-            with Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None) as entered:
+        entering = Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None)
+        XX
                 made = function(entered, None, Special(special, group), *held)
         values = dict(zip(self._wanted, made, strict=True))
         return found | {number: source.of(values[source.value]) for number, source in recipe.sources.items()}
@@ -186,7 +189,9 @@ class _FirstRun:
         with saved_tensors_hooks(pack, _open):
             results = watch.run(entered, None, special, *given)
         values = dict(zip(segment.given, given, strict=True)) | watch.values
+        watch.forget()
         self._saves, self._borders = saves_of(segment, values, saved)
+        saved.clear()  # the graph knows `pack`, which would keep all of it
         compiled = self._compile(None)
         recipe = compiled.recipe
         frame = _Frame(compiled, group)
@@ -218,6 +223,12 @@ class _Watch(fx.Interpreter):
         self.values: dict[str, Any] = {}
         self.here = ""
         self._names = names
+
+    def forget(self) -> None:
+        """An interpreter is part of a circle, which lives until it is looked for; its values are not to."""
+        self.values = {}
+        self.env.clear()
+        self.args_iter = iter(())
 
     def run_node(self, n: fx.Node) -> Any:
         self.here = self._names.get(n, self.here)

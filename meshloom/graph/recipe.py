@@ -1,9 +1,9 @@
 """How a segment's saved tensors are had again: which operators run, on which values that are kept.
 
-    saved by      owner of its memory        is had
-    norm          x, from another segment    kept: it is there anyway
-    linear        norm                       again: norm runs on x
-    attention     attention, inside of it    again: attention runs on q, k, v, which are kept, and saves it again
+saved by      owner of its memory        is had
+norm          x, from another segment    kept: it is there anyway
+linear        norm                       again: norm runs on x
+attention     attention, inside of it    again: attention runs on q, k, v, which are kept, and saves it again
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshloom.graph.calls import skip_draws
