@@ -75,7 +75,9 @@ def in_flight(
 def differences(program: Program, again: Program, build: Callable[[], nn.Module], batches: Sequence[Any]) -> list[str]:
     """What is not equal bit for bit."""
     expected, found = (in_flight(each, build, batches) for each in (program, again))
-    named = [dict(enumerate(each[0])) | each[1] | {f"buffer {name}": value for name, value in each[2].items()} for each in (expected, found)]
+    named: list[dict[Any, Tensor | None]] = []
+    for outputs, gradients, buffers in (expected, found):
+        named.append({**dict(enumerate(outputs)), **gradients, **{f"buffer {name}": value for name, value in buffers.items()}})
     assert named[0].keys() == named[1].keys()
     return [str(name) for name, value in named[0].items() if not _equal(value, named[1][name])]
 

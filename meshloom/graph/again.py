@@ -156,8 +156,8 @@ class _Compiled:
             count += 1
 
         entering = Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None)
-        XX
-                made = function(entered, None, Special(special, group), *held)
+        with _from_seed(seed, runs.device), torch.enable_grad(), saved_tensors_hooks(pack, _open), entering as entered:
+            made = function(entered, None, Special(special, group), *held)
         values = dict(zip(self._wanted, made, strict=True))
         return found | {number: source.of(values[source.value]) for number, source in recipe.sources.items()}
 

@@ -189,7 +189,7 @@ def _of(values: Mapping[str, Any], source: Source) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 def _place(tensor: Tensor) -> Any:
