@@ -155,8 +155,12 @@ class _Compiled:
                 found[number] = detached if layout is None else detached.as_strided(*layout)
             count += 1
 
-        entering = Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None)
-        with _from_seed(seed, runs.device), torch.enable_grad(), saved_tensors_hooks(pack, _open), entering as entered:
+        with (
+            _from_seed(seed, runs.device),
+            torch.enable_grad(),  # before contexts are entered, which ask for it
+            saved_tensors_hooks(pack, _open),
+            Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None) as entered,
+        ):
             made = function(entered, None, Special(special, group), *held)
         values = dict(zip(self._wanted, made, strict=True))
         return found | {number: source.of(values[source.value]) for number, source in recipe.sources.items()}
@@ -177,7 +181,7 @@ class _FirstRun:
         first_draw = next((node.name for node in segment.nodes if node.num_draws), None)
         module, targets, made = runs.function(segment.nodes, segment.given, segment.results, first_draw)
         special = Special(targets, group)
-        watch = _Watch(module, {each: name for name, each in made.items()})
+        watch = _Watch(module.graph, {each: name for name, each in made.items()})
         saved: list[tuple[str, Tensor]] = []
 
         def pack(tensor: Tensor) -> _Handle:
@@ -189,7 +193,6 @@ class _FirstRun:
         with saved_tensors_hooks(pack, _open):
             results = watch.run(entered, None, special, *given)
         values = dict(zip(segment.given, given, strict=True)) | watch.values
-        watch.forget()
         self._saves, self._borders = saves_of(segment, values, saved)
         saved.clear()  # the graph knows `pack`, which would keep all of it
         compiled = self._compile(None)
@@ -215,27 +218,28 @@ class _FirstRun:
         return made
 
 
-class _Watch(fx.Interpreter):
-    """Runs a segment operator by operator. values: all that was made. here: the one that runs."""
+class _Watch:
+    """Runs a segment's graph operator by operator. names: its nodes that are values. values: all that was made. here: the one that runs."""
 
-    def __init__(self, module: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
-        super().__init__(module)
+    def __init__(self, graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
         self.values: dict[str, Any] = {}
         self.here = ""
-        self._names = names
+        self._graph, self._names = graph, names
 
-    def forget(self) -> None:
-        """An interpreter is part of a circle, which lives until it is looked for; its values are not to."""
-        self.values = {}
-        self.env.clear()
-        self.args_iter = iter(())
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.here = self._names.get(n, self.here)
-        value = super().run_node(n)
-        if n in self._names and n.op != "placeholder":
-            self.values[self._names[n]] = value
-        return value
+    def run(self, *given: Any) -> Any:
+        """What the graph returns."""
+        known: dict[fx.Node, Any] = dict(zip((node for node in self._graph.nodes if node.op == "placeholder"), given, strict=True))
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            if node.op == "output":
+                return args[0]
+            self.here = self._names.get(node, self.here)
+            known[node] = node.target(*args, **kwargs) if callable(node.target) else getattr(args[0], node.target)(*args[1:], **kwargs)
+            if node in self._names:
+                self.values[self._names[node]] = known[node]
+        raise AssertionError("a graph without an output")
 
 
 class _Frame:
