@@ -14,17 +14,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map_only
 
 from meshloom.comm.group import Group
-from meshloom.errors import CaptureError
 from meshloom.graph.contexts import Entered
 from meshloom.graph.draws import seed_of_draw
+from meshloom.graph.frame import Frame, Handle, open_saved
 from meshloom.graph.nodes import Ref
 from meshloom.graph.recipe import Recipe, Save, make_recipe, saves_of
 from meshloom.graph.runner import Listing, Runner, Special, compile_program, contexts_of, lifted, lower, used_variables
@@ -132,13 +132,13 @@ class _Compiled:
         special = Special(self._special, group)
         if not any(self.recipe.again):
             return self._forward(entered, None, special, *given)
-        frame = _Frame(self, group)
-        with saved_tensors_hooks(frame.pack, _open):
+        frame = Frame(self.recipe.again, partial(self.again, group))
+        with saved_tensors_hooks(frame.pack, open_saved):
             made = self._forward(entered, None, special, *given)
         frame.close(special.seed, [as_it_was.get(name, given[at]) for name, at in self._held_given], made[self._num_results :])
         return made
 
-    def again(self, held: Sequence[Any], seed: int | None, group: Group | None) -> dict[int, Tensor]:
+    def again(self, group: Group | None, held: Sequence[Any], seed: int | None) -> dict[int, Tensor]:
         """Number of a saved tensor -> what it was, for those that are not kept."""
         recipe, runs = self.recipe, self._runs
         if self._again is None:
@@ -158,7 +158,7 @@ class _Compiled:
         with (
             _from_seed(seed, runs.device),
             torch.enable_grad(),  # before contexts are entered, which ask for it
-            saved_tensors_hooks(pack, _open),
+            saved_tensors_hooks(pack, open_saved),
             Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None) as entered,
         ):
             made = function(entered, None, Special(special, group), *held)
@@ -173,7 +173,7 @@ class _FirstRun:
         self._runs, self._key = runs, key
         self._saves: list[Save] = []
         self._borders: set[str] = set()
-        self._handles: list[weakref.ref[_Handle]] = []
+        self._handles: list[weakref.ref[Handle]] = []
 
     def forward(self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None) -> Sequence[Any]:
         """The segment's results."""
@@ -184,26 +184,27 @@ class _FirstRun:
         watch = _Watch(module.graph, {each: name for name, each in made.items()})
         saved: list[tuple[str, Tensor]] = []
 
-        def pack(tensor: Tensor) -> _Handle:
-            handle = _Handle(None, tensor)
+        def pack(tensor: Tensor) -> Handle:
+            handle = Handle(None, tensor)
             saved.append((watch.here, tensor))
             self._handles.append(weakref.ref(handle))
             return handle
 
-        with saved_tensors_hooks(pack, _open):
+        with saved_tensors_hooks(pack, open_saved):
             results = watch.run(entered, None, special, *given)
         values = dict(zip(segment.given, given, strict=True)) | watch.values
         self._saves, self._borders = saves_of(segment, values, saved)
-        saved.clear()  # the graph knows `pack`, which would keep all of it
+        saved.clear()  # the graph knows `pack`, which would keep all that it knows
         compiled = self._compile(None)
         recipe = compiled.recipe
-        frame = _Frame(compiled, group)
+        frame = Frame(recipe.again, partial(compiled.again, group))
         frame.take_over(self._handles)
         seed = None
         if special.seed is not None and recipe.first_draw is not None:
             numbers = {node.name: node.draw or 0 for node in segment.nodes}
             seed = seed_of_draw(special.seed, numbers[recipe.first_draw] - numbers[str(first_draw)])
         frame.close(seed, [as_it_was.get(name, values[name]) for name in recipe.held_given], [values[name] for name in recipe.held_made])
+        watch.values.clear()
         return results
 
     def forget_what_died(self) -> None:
@@ -240,80 +241,6 @@ class _Watch:
             if node in self._names:
                 self.values[self._names[node]] = known[node]
         raise AssertionError("a graph without an output")
-
-
-class _Frame:
-    """One run of a segment: what its handles share. It lives as long as one of them does."""
-
-    def __init__(self, compiled: _Compiled, group: Group | None) -> None:
-        self._compiled, self._group = compiled, group
-        self._again = compiled.recipe.again
-        self._count = 0
-        self._handles: dict[int, weakref.ref[_Handle]] = {}
-        self._held: list[Any] = []
-        self._seed: int | None = None
-
-    def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps of a tensor that it saves."""
-        number = self._count
-        self._count = number + 1
-        if number >= len(self._again) or not self._again[number]:
-            return tensor
-        handle = _Handle(self, None)
-        self._handles[number] = weakref.ref(handle)
-        return handle
-
-    def take_over(self, handles: Sequence[weakref.ref[_Handle]]) -> None:
-        """Of a first run: those that are not kept let go of their tensors."""
-        self._count = len(handles)
-        for number, reference in enumerate(handles):
-            if self._again[number] and (handle := reference()) is not None:
-                handle.frame, handle.tensor = self, None
-                self._handles[number] = reference
-
-    def close(self, seed: int | None, given: Sequence[Any], made: Sequence[Any]) -> None:
-        """The segment has run: keep what it is computed again from, apart from the graph of autograd. seed: before the first draw."""
-        if self._count != len(self._again):
-            raise CaptureError(
-                f"Operators saved {self._count} tensors for the backward, and {len(self._again)} when they ran first, so they cannot be computed again. "
-                "Use recompute=none."
-            )
-        self._seed = seed
-        self._held = [tree_map_only(Tensor, _apart, each) for each in (*given, *made)]
-
-    def compute(self) -> None:
-        """Give every handle its tensor."""
-        held, self._held = self._held, []
-        found = self._compiled.again(held, self._seed, self._group)
-        for number, reference in self._handles.items():
-            if (handle := reference()) is not None:
-                handle.tensor = found[number]
-
-
-class _Handle:
-    """Stands for a saved tensor. It goes when autograd lets it go, and the tensor with it."""
-
-    __slots__ = ("__weakref__", "frame", "tensor")
-
-    def __init__(self, frame: _Frame | None, tensor: Tensor | None) -> None:
-        self.frame = frame
-        self.tensor = tensor
-
-
-def _open(held: Any) -> Tensor:
-    """What was saved."""
-    if not isinstance(held, _Handle):
-        return held
-    if held.tensor is None:
-        assert held.frame is not None
-        held.frame.compute()
-        assert held.tensor is not None
-    return held.tensor
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    """The same memory, outside of the graph. Parameters stay themselves: autocast knows them."""
-    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _layout(value: Any) -> Any:
