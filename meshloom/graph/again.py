@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.node import map_arg
 
 from meshloom.comm.group import Group
 from meshloom.graph.contexts import Entered
@@ -233,7 +234,7 @@ class _Watch:
         for node in self._graph.nodes:
             if node.op == "placeholder":
                 continue
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
             if node.op == "output":
                 return args[0]
             self.here = self._names.get(node, self.here)
