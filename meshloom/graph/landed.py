@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class LandedLinear:
     """A linear layer whose weights are parameters."""
 
     landing: Landing
+    is_local: ClassVar[bool] = True  # no rank needs another's
 
     def run(self, group: Group | None, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [b*, k], weight [o, k], bias [o] -> [b*, o]."""

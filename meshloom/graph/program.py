@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from meshloom.comm.group import Group
 from meshloom.errors import CaptureError
+from meshloom.graph.again import RunnerAgain
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.nodes import Input, Node, Ref, Variable, operator_name
 from meshloom.graph.runner import Runner, compile_program
@@ -37,6 +38,7 @@ class Program:
     device: that on which it was captured. training: whether the module was in training mode.
     precision: to which model and batch were converted for it; None: the job's own.
     by_shapes: whether it was read without values. Then its constants have none, and it can be looked at but not run.
+    kept: nodes that do not run again in a backward that computes what was not kept; None: all that a backward needs is kept. It changes no value.
     """
 
     parameters: Mapping[str, Variable]
@@ -52,7 +54,8 @@ class Program:
     training: bool
     precision: torch.dtype | None = None
     by_shapes: bool = False
-    _runners: dict[Any, Runner] = field(default_factory=dict, repr=False, compare=False)
+    kept: frozenset[str] | None = None
+    _runners: dict[Any, Runner | RunnerAgain] = field(default_factory=dict, repr=False, compare=False)
 
     def run(
         self,
@@ -95,11 +98,13 @@ class Program:
         """As `run` where it was captured, for the tensors of `inputs` in order: what it returns, flat. Shapes are not looked at."""
         return self._runner(None, None, visiting=visit is not None).run(parameters, buffers, inputs, visit, group)
 
-    def _runner(self, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool) -> Runner:
+    def _runner(self, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool) -> Runner | RunnerAgain:
         where = torch.device(device) if device is not None else self.device
         runner = self._runners.get((where, dtype, visiting))
         if runner is None:
-            runner = self._runners.setdefault((where, dtype, visiting), compile_program(self, where, dtype, visiting=visiting))
+            again = self.kept is not None and not visiting
+            made = RunnerAgain(self, self.kept or frozenset(), where, dtype) if again else compile_program(self, where, dtype, visiting=visiting)
+            runner = self._runners.setdefault((where, dtype, visiting), made)
         return runner
 
     def digest(self) -> str:

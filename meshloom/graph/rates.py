@@ -80,9 +80,12 @@ class Rates:
 
     def forward_and_backward_seconds(self, cost: Cost) -> tuple[float, float]:
         """Seconds of an operator on one device, each way."""
-        forward = max(cost.flops / self.flops_per_second, (cost.read_bytes + cost.written_bytes) / self.bytes_per_second)
         back = max(cost.backward_flops / self.flops_per_second, (cost.backward_read_bytes + cost.backward_written_bytes) / self.bytes_per_second)
-        return forward, back
+        return self.forward_seconds(cost), back
+
+    def forward_seconds(self, cost: Cost) -> float:
+        """Seconds of its forward."""
+        return max(cost.flops / self.flops_per_second, (cost.read_bytes + cost.written_bytes) / self.bytes_per_second)
 
 
 def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,8 @@ class Listing(Protocol):
     @property
     def updates(self) -> Mapping[str, Ref]: ...
     @property
+    def in_place(self) -> frozenset[str]: ...
+    @property
     def device(self) -> torch.device: ...
 
 
@@ -57,14 +60,14 @@ class Runner:
     ) -> None:
         self._function = function
         self._special = special
-        self._parameters = [each.name for each in _used(program, program.parameters)]
-        self._buffers = [each.name for each in _used(program, program.buffers)]
+        self._parameters = [each.name for each in used_variables(program, program.parameters)]
+        self._buffers = [each.name for each in used_variables(program, program.buffers)]
         self._updates = list(program.updates)
         self._num_outputs = len(program.outputs)
         self._constants = constants
         self._device = device
         self._dtype = dtype
-        self._contexts = _contexts(program)
+        self._contexts = contexts_of(program)
 
     def run(
         self,
@@ -96,17 +99,51 @@ def compile_program(program: Listing, device: torch.device, dtype: torch.dtype |
         raise CaptureError(
             f"A program is lifted to torch.float32 or torch.float64, not to {dtype}. For a lower precision, capture a job whose model has it."
         )
+    state = [*used_variables(program, program.parameters), *used_variables(program, program.buffers)]
+    given = [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]
+    lowered = lower(program, program.nodes, given, [*program.outputs, *program.updates.values()], device, dtype, visiting=visiting)
+    function = lowered.module.forward
+    if visiting:
+        nodes = {node.name: node for node in program.nodes}
+        plain: Any = function
+        function = lambda entered, visit, special, *values: plain(entered, _Visit(nodes, visit), special, *values)  # noqa: E731
+    constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
+    return Runner(program, function, lowered.special, constants, device, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """Nodes as a function of (entered, visit, special, given...). made: value -> its node in the graph. special: for `Special`."""
+
+    module: Any
+    made: Mapping[str, fx.Node]
+    special: Sequence[Any]
+
+
+def lower(
+    program: Listing,
+    nodes: Iterable[Node],
+    given: Iterable[str],
+    outputs: Iterable[Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    visiting: bool = False,
+    mark: str | None = None,
+) -> Lowered:
+    """Some nodes of `program`, which compute `outputs` of the values `given`. mark: the node before which `special.mark` is called."""
     graph = fx.Graph()
     entered, visit, special = (graph.placeholder(name) for name in ("entered", "visit", "special"))
     specials: list[Any] = []
-    state = [*_used(program, program.parameters), *_used(program, program.buffers)]
-    made = {name: graph.placeholder(name) for name in [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]}
-    contexts = _contexts(program)
+    made = {name: graph.placeholder(name) for name in given}
+    contexts = contexts_of(program)
     number = -1
-    for node in program.nodes:
+    for node in nodes:
         if contexts[number] != node.context or number < 0:
             number = contexts.index(node.context)
             graph.call_method("move_to", (entered, number))
+        if node.name == mark:
+            graph.call_method("mark", (special,))
         args, kwargs = _built((node.args, dict(node.kwargs)), made, program.device, device, dtype)
         target = node.target
         if node.num_draws and target is out_of_place:
@@ -123,15 +160,8 @@ def compile_program(program: Listing, device: torch.device, dtype: torch.dtype |
             made[node.name] = graph.call_function(target, args, kwargs)
         if visiting:
             graph.call_function(_visited, (visit, node.name, made[node.name]))
-    outputs = [*program.outputs, *program.updates.values()]
     graph.output(tuple(_built(each, made, program.device, device, dtype) for each in outputs))
-    function: Any = fx.GraphModule(nn.Module(), graph).forward
-    if visiting:
-        nodes = {node.name: node for node in program.nodes}
-        plain = function
-        function = lambda entered, visit, special, *values: plain(entered, _Visit(nodes, visit), special, *values)  # noqa: E731
-    constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
-    return Runner(program, function, specials, constants, device, dtype)
+    return Lowered(module=fx.GraphModule(nn.Module(), graph), made=made, special=specials)
 
 
 class Special:
@@ -140,6 +170,11 @@ class Special:
     def __init__(self, targets: Sequence[Any], group: Group | None) -> None:
         self._targets = targets
         self._group = group
+        self.seed: int | None = None  # of the generator, when `mark` was called
+
+    def mark(self) -> None:
+        """Note where in the chain of draws this is."""
+        self.seed = torch.default_generator.initial_seed()
 
     def talk(self, number: int, *args: Any) -> Any:
         """Call number `number`, which may talk to the other ranks."""
@@ -183,11 +218,13 @@ def lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return _COMPLEX[dtype] if value.is_complex else dtype
 
 
-def _contexts(program: Listing) -> tuple[Any, ...]:
+def contexts_of(program: Listing) -> tuple[Any, ...]:
+    """The contexts that its nodes run in, each once."""
     return tuple(dict.fromkeys(node.context for node in program.nodes))
 
 
-def _used(program: Listing, variables: Mapping[str, Any]) -> list[Any]:
+def used_variables(program: Listing, variables: Mapping[str, Any]) -> list[Any]:
+    """Those of the parameters or buffers that something reads."""
     names = {ref.name for node in program.nodes for ref in node.operands()}
     names |= {ref.name for ref in refs_in((*program.outputs, *program.updates.values()))}
     return [each for each in variables.values() if each.value in names]

@@ -1,0 +1,88 @@
+"""What the handles of one run of a segment share: what it is computed again from, and that this is done once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from meshloom.errors import CaptureError
+
+
+class Frame:
+    """One run of a segment. It lives as long as one of its handles does.
+
+    again: for every tensor that is saved, in order, whether it is computed again. compute: from what is held and a seed, those by number.
+    """
+
+    def __init__(self, again: Sequence[bool], compute: Callable[[Sequence[Any], int | None], Mapping[int, Tensor]]) -> None:
+        self._again, self._compute = again, compute
+        self._count = 0
+        self._handles: dict[int, weakref.ref[Handle]] = {}
+        self._held: list[Any] = []
+        self._seed: int | None = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps of a tensor that it saves."""
+        number = self._count
+        self._count = number + 1
+        if number >= len(self._again) or not self._again[number]:
+            return tensor
+        handle = Handle(self, None)
+        self._handles[number] = weakref.ref(handle)
+        return handle
+
+    def take_over(self, handles: Sequence[weakref.ref[Handle]]) -> None:
+        """Of a first run: those that are not kept let go of their tensors."""
+        self._count = len(handles)
+        for number, reference in enumerate(handles):
+            if self._again[number] and (handle := reference()) is not None:
+                handle.frame, handle.tensor = self, None
+                self._handles[number] = reference
+
+    def close(self, seed: int | None, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """The segment has run: keep what it is computed again from, apart from the graph of autograd. seed: before the first draw."""
+        if self._count != len(self._again):
+            raise CaptureError(
+                f"Operators saved {self._count} tensors for the backward, and {len(self._again)} when they ran first, so they cannot be computed again. "
+                "Use recompute=none."
+            )
+        self._seed = seed
+        self._held = [tree_map_only(Tensor, _apart, each) for each in (*given, *made)]
+
+    def compute(self) -> None:
+        """Give every handle its tensor."""
+        held, self._held = self._held, []
+        found = self._compute(held, self._seed)
+        for number, reference in self._handles.items():
+            if (handle := reference()) is not None:
+                handle.tensor = found[number]
+
+
+class Handle:
+    """Stands for a saved tensor. It goes when autograd lets it go, and the tensor with it."""
+
+    __slots__ = ("__weakref__", "frame", "tensor")
+
+    def __init__(self, frame: Frame | None, tensor: Tensor | None) -> None:
+        self.frame = frame
+        self.tensor = tensor
+
+
+def open_saved(held: Any) -> Tensor:
+    """What was saved."""
+    if not isinstance(held, Handle):
+        return held
+    if held.tensor is None:
+        assert held.frame is not None
+        held.frame.compute()
+        assert held.tensor is not None
+    return held.tensor
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same memory, outside of the graph. Parameters stay themselves: autocast knows them."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
