@@ -8,6 +8,7 @@ One rank chooses where to cut, by what the operators of the whole program cost, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,12 +18,14 @@ from meshloom.comm.turns import Steps
 from meshloom.comm.values import on_first, share
 from meshloom.errors import PlanError
 from meshloom.graph.collectives import Transition
-from meshloom.graph.cost import costs
+from meshloom.graph.cost import Kept, costs
 from meshloom.graph.cut import CutChoice, choose_cuts
 from meshloom.graph.loss_programs import LossPrograms, Shapes, shapes_of
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here
+from meshloom.graph.recompute import kept_values, recomputed
 from meshloom.graph.stages import Stage, cut_into_stages
+from meshloom.graph.work import computed_again, work_of
 from meshloom.job import Job, LossFunction
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.check import held_by_stage
@@ -82,22 +85,34 @@ class Staging:
             self.choice = self.choice or choice
         stage_of = {node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}
         part = self.programs.program(shapes, loss=loss, training=training)
+        if self._plan.recompute != "none" and training:
+            # One rank decides, by its rates; ranks of a team have to run the same again.
+            decided = yield from on_first(group, lambda: sorted(kept_values(whole, None, self._plan.recompute, self._rates_here(whole))), PlanError)
+            part = replace(part, kept=frozenset((yield from share(group, decided))), _runners={})
         stages = cut_into_stages(part, with_changes_placed(part, stage_of), self._plan.num_stages)
         if self._homes is None:
             self._homes = {name: stages or (0,) for name, stages in _users(stages).items()}
         self._cut[loss, training, shapes] = stages
         return stages
 
+    def _rates_here(self, whole: Program) -> Rates:
+        return self._rates or rates_here(whole.device.type, self._plan.pp)
+
     def _choose(self, whole: Program) -> CutChoice:
         plan = self._plan
-        rates = self._rates or rates_here(whole.device.type, plan.pp)
+        rates, priced = self._rates_here(whole), costs(whole)
+        work, kept = work_of(whole, priced, rates), {name: each.kept for name, each in priced.items()}
+        if plan.recompute != "none":
+            again = recomputed(whole, priced, plan.recompute, rates)
+            work = computed_again(work, again.seconds_of)
+            kept = {name: (Kept(memory=name, num_bytes=size),) for name, size in again.kept_of.items()}
         sizes = [size for size in chunk_sizes(self._job.batch_size, plan.num_chunks)[: plan.microbatches] if size]
         schedule = self.schedule(len(sizes))
         sizes = [size / sizes[0] for size in sizes]
         first = self._homes is None
         return choose_cuts(
             whole,
-            costs(whole),
+            priced,
             plan.num_stages,
             rates,
             cuts=plan.cuts if first else (),
@@ -105,6 +120,8 @@ class Staging:
             in_flight=held_by_stage(schedule),
             ranks=schedule.ranks,
             homes=self._homes,
+            work=work,
+            kept=kept,
             step_seconds=step_seconds(schedule, rates.message_seconds, sizes=sizes) if first else None,
         )
 
