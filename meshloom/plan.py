@@ -18,7 +18,7 @@ from meshloom.mesh import Mesh
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages a rank; of interleaved at least
 RECOMPUTE = ("none", "full", "selective")
-PLACEMENTS = ("column", "row", "vocabulary", "heads", "channels", "replicated")
+PLACEMENTS = ("column", "row", "vocabulary", "heads", "channels", "experts", "replicated")
 
 
 class Pairs(Mapping[str, str]):

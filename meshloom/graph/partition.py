@@ -21,7 +21,7 @@ from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, 
 from meshloom.graph.price import kind_of
 from meshloom.graph.program import Program
 from meshloom.graph.routes import Route
-from meshloom.graph.rows import PlaceRows, RowsHere, TakeRows
+from meshloom.graph.rows import place_rows, rows_here, take_rows
 from meshloom.graph.rules.factors import Sizes
 from meshloom.graph.sliced import PartOfDraw
 
@@ -147,10 +147,10 @@ class _Builder:
         taken, placed = route_of(axes, target, choice.numbers), route_of(axes, source, choice.numbers)
         if taken is not None:
             args = self.read(ref, REPLICATED, node), self._rows(target, taken, node)
-            return self._made(ref, TakeRows(taken[0]), args, _local(meta, after, self.rank), node)
+            return self._made(ref, take_rows, (*args, taken[0]), _local(meta, after, self.rank), node)
         if placed is not None and target == PARTIAL:
             args = ref, self._rows(source, placed, node)
-            return self._made(ref, PlaceRows(placed[0], meta.shape[placed[0]]), args, meta, node)
+            return self._made(ref, place_rows, (*args, placed[0], meta.shape[placed[0]]), meta, node)
         given = ref
         if placed is not None:
             given, source, before = self.read(ref, PARTIAL, node), PARTIAL, choice.pieces(ref.name, PARTIAL)
@@ -166,13 +166,15 @@ class _Builder:
         assert cut is not None
         if (route.value, placement) not in self.rows:
             first, stop = cut.parts[number][self.rank]
-            target = RowsHere(first=first, stop=stop, num_groups=route.groups.size, is_sorted=route.is_sorted)
+            told = self.read(Ref(route.value), REPLICATED, node)
             count = sum(last - start for start, last in runs_of(route.rows, cut, self.choice.numbers, self.rank) or ())
             meta = Meta(shape=(count,), dtype=torch.int64, stride=(1,), requires_grad=False)
-            self.rows[route.value, placement] = self._made(Ref(route.value), target, (self.read(Ref(route.value), REPLICATED, node),), meta, node)
+            self.rows[route.value, placement] = self._made(
+                Ref(route.value), rows_here, (told, first, stop, route.groups.size, route.is_sorted), meta, node
+            )  # fmt: skip
         return Ref(self.rows[route.value, placement])
 
-    def _made(self, ref: Ref, target: Any, args: tuple[Ref, ...], output: Meta, node: Node | None) -> str:
+    def _made(self, ref: Ref, target: Any, args: tuple[Any, ...], output: Meta, node: Node | None) -> str:
         """A node of this rank's own, which changes how a value is placed."""
         name = f"{ref.name}__{len(self.changed) + len(self.rows)}"
         made = Node(

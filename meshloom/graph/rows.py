@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,46 +11,26 @@ from torch import Tensor
 from meshloom.graph.operators import grouped_product_of_part, zeros_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowsHere:
-    """Which rows are sent to the groups from `first` up to `stop`, of `num_groups`: their numbers [n], in order."""
+def rows_here(value: Tensor, first: int, stop: int, num_groups: int, is_sorted: bool) -> Tensor:
+    """Which rows are sent to the groups from `first` up to `stop`, of `num_groups`: their numbers [n], in order.
 
-    first: int
-    stop: int
-    num_groups: int
-    is_sorted: bool
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """value: [s], each row's group; or [groups], where the rows of each end."""
-        if self.is_sorted:
-            start, stop = (int(value[place - 1]) if place else 0 for place in (self.first, max(self.stop, self.first)))
-            return torch.arange(start, stop, device=value.device)
-        group = value.remainder(self.num_groups)  # a group may be counted from the end
-        return ((group >= self.first) & (group < self.stop)).nonzero().squeeze(1)
+    value: [s], each row's group; where rows are sorted: [groups], where each group's end.
+    """
+    if is_sorted:
+        start, end = (int(value[place - 1]) if place else 0 for place in (first, stop))
+        return torch.arange(start, end, device=value.device)
+    group = value.remainder(num_groups)  # a group may be counted from the end
+    return ((group >= first) & (group < stop)).nonzero().squeeze(1)
 
 
-@dataclass(frozen=True)
-class TakeRows:
-    """Some rows of a dim."""
-
-    dim: int
-
-    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x [.., s, ..], rows [n] -> [.., n, ..]."""
-        return x.index_select(self.dim, rows)
+def take_rows(x: Tensor, rows: Tensor, dim: int) -> Tensor:
+    """x [.., s, ..], rows [n] -> [.., n, ..]."""
+    return x.index_select(dim, rows)
 
 
-@dataclass(frozen=True)
-class PlaceRows:
-    """Rows in their places of a dim of `size`, zeros in the others: the ranks' results sum to the whole."""
-
-    dim: int
-    size: int
-
-    def __call__(self, part: Tensor, rows: Tensor) -> Tensor:
-        """part [.., n, ..], rows [n] -> [.., s, ..]."""
-        shape = (*part.shape[: self.dim], self.size, *part.shape[self.dim + 1 :])
-        return part.new_zeros(shape).index_copy(self.dim, rows, part)
+def place_rows(part: Tensor, rows: Tensor, dim: int, size: int) -> Tensor:
+    """Rows in their places of a dim of `size`, zeros in the others: the ranks' results sum to the whole. part [.., n, ..], rows [n] -> [.., size, ..]."""
+    return part.new_zeros((*part.shape[:dim], size, *part.shape[dim + 1 :])).index_copy(dim, rows, part)
 
 
 def lookup_of_part(table: Tensor, index: Tensor, first: int, num_groups: int) -> Tensor:
