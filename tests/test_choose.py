@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import meshloom.graph.problem
 from benchmarks.step import gpt
 from meshloom.errors import PlanError
+from meshloom.graph.cheapest import cost_of
 from meshloom.graph.choose import Choice, choice_of_numbers, choose, numbers_of_choice
 from meshloom.graph.cost import costs
 from meshloom.graph.integers import cheapest_integers
@@ -278,10 +279,17 @@ def test_sequences_are_divided_where_links_start_quickly():
     norms = [node.name for node in layout.program.nodes if node.operator == "layer_norm"]
     assert {choices["quick"].strategies[name].work for name in norms[1:-1]} == {0.5}
     assert {choices["slow"].strategies[name].work for name in norms[1:-1]} == {1.0}
-    # Norms' parameters with whole gradients are those of norms that every rank computes whole.
-    forced = choose(layout, 2, quick, priced=priced, held=partition(choices["slow"]).held)
-    assert {forced.strategies[name].work for name in norms[1:-1]} == {1.0}
-    assert choices["quick"].seconds < forced.seconds
+    problem = Problem(layout, 2, rates=quick, costs=priced)
+    assert price_of(problem, choices["quick"]) == pytest.approx(choices["quick"].seconds, rel=1e-9)  # sums in another order
+    assert choices["quick"].seconds < price_of(problem, choices["slow"])
+
+
+def price_of(problem: Problem, choice: Choice) -> float:
+    """What a choice that was made at other rates costs."""
+    rows = (*problem.options.values(), *problem.strategies.values())
+    taken = {row[at][1] for row, at in zip(rows, choice.chosen[1:], strict=True)}
+    values = [next(place for place, unknown in enumerate(row) if unknown in taken) for row in problem.choices]
+    return cost_of(values, [np.array([problem.cost[unknown] for unknown in row]) for row in problem.choices], problem.changes)
 
 
 def test_an_embedding_that_is_also_the_head_is_divided_by_vocabulary():
