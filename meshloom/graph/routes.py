@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from meshloom.graph.axes import Axis, unify
-
-if TYPE_CHECKING:
-    from meshloom.graph.layout import Mapped
-    from meshloom.graph.program import Program
+from meshloom.graph.nodes import Node
+from meshloom.graph.program import Program
+from meshloom.graph.rules.factors import Factors
 
 # What works on however many rows there are, though a part's sizes are among its arguments: those of other dims, or -1.
 ANY_ROWS = frozenset({"view", "reshape", "_unsafe_view", "expand", "squeeze", "chunk", "split", "split_with_sizes", "slice"})
@@ -43,6 +42,25 @@ class Route:
     def reaches(self, number: int, path: str) -> bool:
         """Whether a node may work on the rows that are sent to a rank. number, path: of the node."""
         return number > self.after and (not self.path or path == self.path or path.startswith(f"{self.path}."))
+
+
+class Mapped(Protocol):
+    """A node with its factor map, as a layout has it."""
+
+    @property
+    def node(self) -> Node:
+        """What is computed."""
+        ...
+
+    @property
+    def factors(self) -> Factors:
+        """Its factor map."""
+        ...
+
+    @property
+    def labels(self) -> Mapping[str, Axis]:
+        """The axis that each label of the map is."""
+        ...
 
 
 def key_of(axis: Axis) -> tuple[Axis, ...]:
