@@ -18,7 +18,7 @@ from meshloom.mesh import Mesh
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages a rank; of interleaved at least
 RECOMPUTE = ("none", "full", "selective")
-PLACEMENTS = ("column", "row", "vocabulary", "heads", "channels", "replicated")
+PLACEMENTS = ("column", "row", "vocabulary", "heads", "channels", "experts", "replicated")
 
 
 class Pairs(Mapping[str, str]):
@@ -61,7 +61,7 @@ class Plan:
     bucket_bytes: gradients travel in pieces of about this many bytes.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     tp_placements: pattern of module names -> how the parameters of those modules and of all inside are divided over tp: `column` (out
-        features), `row` (in features), `vocabulary`, `heads`, `channels`, `dim0`, `dim1`, ..., or `replicated`. Others are chosen by cost.
+        features), `row` (in features), `vocabulary`, `heads`, `channels`, `experts`, `dim0`, `dim1`, ..., or `replicated`. Others are chosen by cost.
     memory_bytes: what a rank along pp and tp may hold of parameters, gradients, optimizer state and kept activations; cuts and division are chosen so.
         0: no limit. As text also with a unit: memory_bytes=8GiB.
     schedule: in which order the ranks along pp compute: gpipe, 1f1b, interleaved, zb-h1 or zb-v.

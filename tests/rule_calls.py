@@ -402,6 +402,13 @@ def _index(c: Chance) -> OneCall:
     return call("index.Tensor", x, tuple(given))
 
 
+def _lookup(c: Chance) -> OneCall:
+    """An entry for every index, counted from the end now and then; some entries for none."""
+    x = c.any(3, 4)
+    index = c.below(x.shape[0], c.size())
+    return call("index.Tensor", x, (torch.where(c.below(4, len(index)) == 0, index - x.shape[0], index),))
+
+
 def _scatter(c: Chance) -> OneCall:
     x = c.any()
     dim = c.dim(x)
@@ -865,7 +872,7 @@ CALLS: dict[str, list[Make]] = {
     "masked_scatter": [_masked_scatter],
     "gather": [_gather],
     "index_select": [_index_select],
-    "index": [_index],
+    "index": [_index, _lookup],
     "scatter": [_scatter],
     "scatter_add": [_scatter],
     "one_hot": [_one_hot],

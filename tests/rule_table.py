@@ -28,6 +28,8 @@ cut it allows, over 2 to 4 ranks, forward and backward, against the undivided ca
   after `add` (by number, from 0) are added to such a sum, and so are given to it as parts of a sum, too.
 - `linear 0+2 1+2` says that the result is a sum wherever those operands are, by itself and without being asked to be.
 - *together* names an axis over which the ranks talk inside the operator: all have the whole result then, or (in parts) each its part of it.
+- *t goes with e*: which rows belong to which expert is in the data. If the parameter's experts e are cut, every rank works on the rows t that are sent
+  to its own, however many these are; cut by themselves they are not.
 - `{b h}` is an operand that may have a cut axis in its other dims, too, and is then needed whole: the state of a recurrent cell, every rank computing
   some of its hidden units.
 
@@ -66,6 +68,7 @@ def table() -> str:
         text, *_clauses = shown(factors).split("; ")
         summed = " ".join(sorted(factors.sums))
         together = " ".join([*sorted(factors.joins), *(f"{label} (in parts)" for label in sorted(factors.talks))])
+        together += f"{factors.routed.rows} goes with {factors.routed.groups}" if factors.routed else ""
         rows.setdefault((text, summed, together), []).append(name)
     lines = [f"| {', '.join(f'`{name}`' for name in names)} | `{text}` | {summed} | {together} |" for (text, summed, together), names in rows.items()]
     return HEADER + "\n".join(lines) + "\n"

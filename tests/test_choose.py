@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import meshloom.graph.problem
 from benchmarks.step import gpt
 from meshloom.errors import PlanError
+from meshloom.graph.cheapest import cost_of
 from meshloom.graph.choose import Choice, choice_of_numbers, choose, numbers_of_choice
 from meshloom.graph.cost import costs
 from meshloom.graph.integers import cheapest_integers
@@ -236,6 +237,59 @@ def test_sequences_are_divided_where_memory_is_short(benchmark: Layout):
     assert forward == {("all_gather", size // 2): 2, ("reduce_scatter", size): 2}
     back = Counter((each.collective, each.num_bytes) for each in sent if each.backward)
     assert back == {("all_gather", size // 2): 4, ("reduce_scatter", size): 2}  # two of them bring back what was not kept
+
+
+class DroppingBlock(gpt.Block):
+    """A block of the benchmark GPT with dropout before each sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.attention_norm(x)
+        q, k, v = (each(normed).unflatten(-1, (gpt.HEADS, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        found = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + F.dropout(found, 0.1, self.training)
+        return x + F.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))), 0.1, self.training)
+
+
+class DroppingGPT(gpt.GPT):
+    """The benchmark GPT with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(gpt.BLOCKS))
+
+
+def test_sequences_are_divided_where_links_start_quickly():
+    """Half of norms, dropout and sums is saved; scatters and gathers instead of all-reduces start twice as many collectives of the same volume."""
+    batch = 16
+    layout = layout_by_shapes(DroppingGPT, gpt_loss, {"x": torch.zeros(batch, gpt.LENGTH + 1, dtype=torch.int64)})
+    priced = costs(layout.program)
+    quick = replace(default_rates("cuda"), start_seconds=1e-6, latency_seconds=1e-7)
+    slow = replace(quick, start_seconds=3e-5)
+    size = batch * gpt.LENGTH * gpt.WIDTH * 4
+    sent: dict[str, Counter[tuple[str, int]]] = {}
+    choices = {name: choose(layout, 2, rates, priced=priced) for name, rates in (("quick", quick), ("slow", slow))}
+    for name, choice in choices.items():
+        program = partition(choice).programs[0]
+        paths = {node.name: node.path for node in program.nodes}
+        sent[name] = Counter(
+            (each.collective, each.num_bytes) for each in sent_in_chunk(program, 0) if paths[each.node].startswith("blocks.2") and not each.backward
+        )
+    assert sent["slow"] == {("all_reduce", size): 2}
+    assert sent["quick"] == {("all_gather", size // 2): 2, ("reduce_scatter", size): 2}
+    norms = [node.name for node in layout.program.nodes if node.operator == "layer_norm"]
+    assert {choices["quick"].strategies[name].work for name in norms[1:-1]} == {0.5}
+    assert {choices["slow"].strategies[name].work for name in norms[1:-1]} == {1.0}
+    problem = Problem(layout, 2, rates=quick, costs=priced)
+    assert price_of(problem, choices["quick"]) == pytest.approx(choices["quick"].seconds, rel=1e-9)  # sums in another order
+    assert choices["quick"].seconds < price_of(problem, choices["slow"])
+
+
+def price_of(problem: Problem, choice: Choice) -> float:
+    """What a choice that was made at other rates costs."""
+    rows = (*problem.options.values(), *problem.strategies.values())
+    taken = {row[at][1] for row, at in zip(rows, choice.chosen[1:], strict=True)}
+    values = [next(place for place, unknown in enumerate(row) if unknown in taken) for row in problem.choices]
+    return cost_of(values, [np.array([problem.cost[unknown] for unknown in row]) for row in problem.choices], problem.changes)
 
 
 def test_an_embedding_that_is_also_the_head_is_divided_by_vocabulary():

@@ -16,7 +16,7 @@ from meshloom.plan import Plan, chunk_sizes, num_bytes_of
 
 counts = st.integers(1, 10**6)
 patterns = st.from_regex(r"[a-z*][a-z0-9_.*]{0,8}", fullmatch=True)
-ways = st.sampled_from(["column", "row", "vocabulary", "heads", "channels", "replicated", "dim0", "dim12"])
+ways = st.sampled_from(["column", "row", "vocabulary", "heads", "channels", "experts", "replicated", "dim0", "dim12"])
 plans = st.builds(
     Plan,
     dp=counts,
@@ -113,7 +113,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("tp=2,tp_placements=up:colum", "tp_placements=up:colum is no way to divide a module. Did you mean column?"),
         (
             "tp=2,tp_placements=up:dimension",
-            "tp_placements=up:dimension is no way to divide a module. Known: column, row, vocabulary, heads, channels, replicated, dim0, dim1, ...",
+            "tp_placements=up:dimension is no way to divide a module. Known: column, row, vocabulary, heads, channels, experts, replicated, dim0, dim1, ...",
         ),
         ("tp_placements=up:row", "tp_placements=up:row divides over tp, and tp=1. Use tp=2 or more, or leave tp_placements out."),
         ("pp=2,schedule=1f1", "schedule=1f1 is not known. Did you mean 1f1b?"),

@@ -24,7 +24,7 @@ from meshloom.graph.uses import Uses
 class ModuleRow:
     """A module, or several alike. path: like `blocks.0-5.up`; '' is the model itself or the loss.
 
-    placements: its parameters' own names -> `column`, `row`, `vocabulary`, `dim2`, or `whole`. sent: what one of them sends in a chunk, by
+    placements: its parameters' own names -> `column`, `row`, `vocabulary`, `experts`, `dim2`, or `whole`. sent: what one of them sends in a chunk, by
     (collective, backward): calls and bytes that rank 0 hands in.
     """
 
@@ -128,6 +128,8 @@ class _Teller:
             return "whole"
         inner, outer, looked_up = self._uses.sides(variable.value)
         touched = placement.cut.parts.keys()
+        if touched & self._uses.experts:
+            return "experts"
         for name, axes in (("vocabulary", looked_up), ("row", inner), ("column", outer)):
             if axes & touched:
                 return f"{name} by heads" if self._uses.heads & touched & axes else name

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshloom.graph.axes import Axis
 from meshloom.graph.layout import Axes, Layout
 from meshloom.graph.pieces import Interval, Pieces, Runs
-from meshloom.graph.placement import Cut, even_parts, shared_parts
+from meshloom.graph.placement import Cut, Part, Placement, even_parts, shared_parts
+from meshloom.graph.routes import Route, key_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """A number for every axis without parts, in the order of the program; `axes[number]` is the axis."""
+    """A number for every axis without parts, in the order of the program; `axes[number]` is the axis.
+
+    routes: what an axis is made of -> number of an axis -> the route by which the first goes where the second goes.
+    """
 
     of: Mapping[Axis, int]
     axes: tuple[Axis, ...]
+    routes: Mapping[tuple[Axis, ...], Mapping[int, Route]] = field(default_factory=dict[tuple[Axis, ...], Mapping[int, Route]])
 
     def leaves(self, axis: Axis) -> frozenset[int]:
-        """Numbers of the axes that an axis is made of; those of size 1 are not axes to cut."""
-        return frozenset(self.of[leaf.root] for leaf in axis.leaves() if leaf.root in self.of)
+        """Numbers of the axes that an axis is made of, and of those that it goes with; those of size 1 are not axes to cut."""
+        own = frozenset(self.of[leaf.root] for leaf in axis.leaves() if leaf.root in self.of)
+        return own | self.routes.get(key_of(axis), {}).keys() if self.routes else own
+
+    def route(self, axis: Axis, cut: Cut | None) -> tuple[int, Route] | None:
+        """The axis that is cut, by its number, and the route by which this one goes with it."""
+        found = self.routes.get(key_of(axis), {}) if self.routes and cut is not None else {}
+        return next(((number, route) for number, route in found.items() if cut is not None and number in cut.parts), None)
 
 
 def numbers_of(layout: Layout) -> Numbers:
@@ -37,7 +48,15 @@ def numbers_of(layout: Layout) -> Numbers:
             for leaf in axis.leaves():
                 if leaf.size > 1:
                     of.setdefault(leaf.root, len(of))
-    return Numbers(of=of, axes=tuple(of))
+    routes: dict[tuple[Axis, ...], dict[int, Route]] = {}
+    several: set[tuple[tuple[Axis, ...], int]] = set()  # rows that go two ways: the same experts twice
+    for route in layout.routes:
+        if route.groups.kind is None and route.groups.root in of:
+            key, number = key_of(route.rows), of[route.groups.root]
+            if routes.setdefault(key, {}).setdefault(number, route) is not route or route.groups.root in key:
+                several.add((key, number))
+    kept = {key: {number: route for number, route in found.items() if (key, number) not in several} for key, found in routes.items()}
+    return Numbers(of=of, axes=tuple(of), routes={key: found for key, found in kept.items() if found})
 
 
 def candidates(layout: Layout, numbers: Numbers, num_ranks: int) -> list[Cut]:
@@ -75,6 +94,13 @@ def pieces_of(axes: Axes, cut: Cut | None, numbers: Numbers, num_ranks: int) -> 
     return Pieces(tuple(axis.size for axis in axes), rows)
 
 
+def route_of(axes: Axes, placement: Placement, numbers: Numbers) -> tuple[int, int, Route] | None:
+    """The dim of a value whose rows go where a cut axis goes, the number of that axis, and the route. None: its parts are known beforehand."""
+    if not numbers.routes or not isinstance(placement, Part):
+        return None
+    return next(((dim, *found) for dim, axis in enumerate(axes) if (found := numbers.route(axis, placement.cut)) is not None), None)
+
+
 def covers(axes: Iterable[Axis], cut: Cut, numbers: Numbers) -> bool:
     """Whether the ranks' parts of a value with these axes make up all of it, and those of ranks that share some overlap in blocks.
 
@@ -102,6 +128,11 @@ def runs_of(axis: Axis, cut: Cut | None, numbers: Numbers, rank: int) -> Runs | 
     """The indices of an axis that a rank holds; None: all, whatever the rank."""
     if cut is None or not (numbers.leaves(axis) & cut.parts.keys()):
         return None
+    routed = numbers.route(axis, cut)
+    if routed is not None:  # as many rows as are expected where all groups get as many
+        number, route = routed
+        first, last = (each * axis.size // route.groups.size for each in cut.parts[number][rank])
+        return ((first, last),) if first < last else ()
     return _runs(axis, cut, numbers, rank)
 
 

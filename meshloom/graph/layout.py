@@ -10,6 +10,7 @@ from functools import cached_property
 from meshloom.graph.axes import Axis, concatenation, product, unify
 from meshloom.graph.nodes import Meta, Node, Ref
 from meshloom.graph.program import Program
+from meshloom.graph.routes import Route, routes_of
 from meshloom.graph.rules.call import call_of
 from meshloom.graph.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
 from meshloom.graph.rules.table import Rules, factors_of
@@ -36,6 +37,12 @@ class Layout:
     values: Mapping[str, tuple[Axes, ...]]
     metas: Mapping[str, tuple[Meta, ...]]
     mapped: Mapping[str, Mapped]
+    routes: tuple[Route, ...] = ()
+
+    @cached_property
+    def order(self) -> Mapping[str, int]:
+        """Node name -> its place in the program."""
+        return {node.name: place for place, node in enumerate(self.program.nodes)}
 
     @cached_property
     def lists(self) -> frozenset[str]:
@@ -84,7 +91,7 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
             tuple(_axis(term, each_mapped.labels, size) for term, size in zip(dims, output.shape, strict=True))
             for dims, output in zip(factors.outputs, node.outputs, strict=True)
         )
-    return Layout(program=program, values=values, metas=metas, mapped=mapped)
+    return Layout(program=program, values=values, metas=metas, mapped=mapped, routes=routes_of(program, mapped))
 
 
 def _square(layout: Layout) -> Iterator[tuple[str, int]]:
@@ -168,7 +175,9 @@ def _axis(term: Term, labels: Mapping[str, Axis], size: int) -> Axis:
 
 
 def _apart(factors: Factors) -> Iterator[frozenset[str]]:
-    """Labels that follow each other in one dim, and never multiply."""
+    """Labels that follow each other in one dim, and never multiply; and those of which one goes where the other goes."""
+    if factors.routed is not None:
+        yield frozenset({factors.routed.rows, factors.routed.groups})
     for dims in (*factors.operands, *factors.outputs):
         for term in _terms(dims):
             if isinstance(term, Concat):

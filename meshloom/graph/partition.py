@@ -12,14 +12,16 @@ import torch
 from meshloom.graph.choose import Choice, Held
 from meshloom.graph.collectives import Joint, Transition
 from meshloom.graph.contexts import Context
-from meshloom.graph.cuts import pieces_of, runs_of
+from meshloom.graph.cuts import pieces_of, route_of, runs_of
 from meshloom.graph.fuse import with_gathered_layers
-from meshloom.graph.layout import axes_of
+from meshloom.graph.layout import Axes, axes_of
 from meshloom.graph.nodes import Meta, Node, Ref, Variable, contiguous_strides, refs_in
 from meshloom.graph.pieces import Pieces, Runs
-from meshloom.graph.placement import INVARIANT, PARTIAL, Part, Placement
+from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
 from meshloom.graph.price import kind_of
 from meshloom.graph.program import Program
+from meshloom.graph.routes import Route
+from meshloom.graph.rows import place_rows, rows_here, take_rows
 from meshloom.graph.rules.factors import Sizes
 from meshloom.graph.sliced import PartOfDraw
 
@@ -95,6 +97,7 @@ class _Builder:
         self.rank = rank
         self.nodes: list[Node] = []
         self.changed: dict[tuple[str, Placement], str] = {}
+        self.rows: dict[tuple[str, Placement], str] = {}  # value that says whose rows are, and a placement -> those that are this rank's
 
     def add(self, node: Node) -> None:
         """The rank's part of a node, after the changes that it needs."""
@@ -139,15 +142,45 @@ class _Builder:
     def _change(self, ref: Ref, source: Placement, target: Placement, node: Node | None) -> str:
         choice = self.choice
         meta = choice.layout.metas[ref.name][0]
+        axes = choice.layout.values[ref.name][0]
         before, after = (choice.pieces(ref.name, each) for each in (source, target))
-        if not meta.requires_grad and before.is_whole and after.is_whole and PARTIAL not in (source, target):
+        taken, placed = route_of(axes, target, choice.numbers), route_of(axes, source, choice.numbers)
+        if taken is not None:
+            args = self.read(ref, REPLICATED, node), self._rows(target, taken, node)
+            return self._made(ref, take_rows, (*args, taken[0]), _local(meta, after, self.rank), node)
+        if placed is not None and target == PARTIAL:
+            args = ref, self._rows(source, placed, node)
+            return self._made(ref, place_rows, (*args, placed[0], meta.shape[placed[0]]), meta, node)
+        given = ref
+        if placed is not None:
+            given, source, before = self.read(ref, PARTIAL, node), PARTIAL, choice.pieces(ref.name, PARTIAL)
+        elif not meta.requires_grad and before.is_whole and after.is_whole and PARTIAL not in (source, target):
             return ref.name  # the same values, and no gradient to tell them apart
-        name = f"{ref.name}__{len(self.changed)}"
-        local = _local(meta, after, self.rank)
+        change = Transition(source=kind_of(source), target=kind_of(target), before=before, after=after)
+        return self._made(ref, change, (given,), _local(meta, after, self.rank), node)
+
+    def _rows(self, placement: Placement, routed: tuple[int, int, Route], node: Node | None) -> Ref:
+        """Which rows of an axis are sent to this rank, found once."""
+        _, number, route = routed
+        cut = placement.cut if isinstance(placement, Part) else None
+        assert cut is not None
+        if (route.value, placement) not in self.rows:
+            first, stop = cut.parts[number][self.rank]
+            told = self.read(Ref(route.value), REPLICATED, node)
+            count = sum(last - start for start, last in runs_of(route.rows, cut, self.choice.numbers, self.rank) or ())
+            meta = Meta(shape=(count,), dtype=torch.int64, stride=(1,), requires_grad=False)
+            self.rows[route.value, placement] = self._made(
+                Ref(route.value), rows_here, (told, first, stop, route.groups.size, route.is_sorted), meta, node
+            )  # fmt: skip
+        return Ref(self.rows[route.value, placement])
+
+    def _made(self, ref: Ref, target: Any, args: tuple[Any, ...], output: Meta, node: Node | None) -> str:
+        """A node of this rank's own, which changes how a value is placed."""
+        name = f"{ref.name}__{len(self.changed) + len(self.rows)}"
         made = Node(
             name=name,
-            target=Transition(source=kind_of(source), target=kind_of(target), before=before, after=after),
-            args=(ref,),
+            target=target,
+            args=args,
             kwargs={},
             # Its value may be wanted with gradients later, whatever the first to want it does.
             context=Context(autocast=node.context.autocast if node else ()),
@@ -155,7 +188,7 @@ class _Builder:
             line=node.line if node else None,
             draw=None,
             num_draws=0,
-            outputs=(local,),
+            outputs=(output,),
         )
         self.nodes.append(made)
         return name
@@ -184,7 +217,13 @@ class _Builder:
         operands = tuple(
             choice.pieces(ref.name, placement).local_shape(self.rank) for ref, placement in zip(node.operands(), strategy.operands, strict=True)
         )
+        axes = layout.values[node.name]
         return Sizes(
             here=here, whole={label: axis.size for label, axis in mapped.labels.items()}, operands=operands,
-            outputs=tuple(output.shape for output in outputs), starts=starts, runs=held, rank=self.rank,
+            outputs=tuple(self._shape(output, each, strategy.cut) for output, each in zip(outputs, axes, strict=True)), starts=starts, runs=held, rank=self.rank,
         )  # fmt: skip
+
+    def _shape(self, output: Meta, axes: Axes, cut: Cut | None) -> tuple[int, ...]:
+        """Of a rank's part of a result; -1: as many rows as are sent to it."""
+        routed = route_of(axes, Part(cut), self.choice.numbers)
+        return output.shape if routed is None else (*output.shape[: routed[0]], -1, *output.shape[routed[0] + 1 :])

@@ -13,7 +13,14 @@ from meshloom.graph.lines import describe_line
 from meshloom.graph.placement import Cut, Part, Placement
 from meshloom.graph.uses import Uses
 
-_WHAT = {"column": "out features", "channels": "out channels", "row": "in features", "vocabulary": "vocabulary", "heads": "heads"}
+_WHAT = {
+    "column": "out features",
+    "channels": "out channels",
+    "row": "in features",
+    "vocabulary": "vocabulary",
+    "heads": "heads",
+    "experts": "experts",
+}
 
 
 class Pins:
@@ -94,6 +101,8 @@ class Pins:
             wanted = self._numbers.leaves(axes[place]) if place < len(axes) else frozenset[int]()
         elif pin == "heads":
             wanted = every & self._uses.heads
+        elif pin == "experts":
+            wanted = every & self._uses.experts
         else:
             inner, outer, looked_up = self._uses.sides(value, self._module(value))
             wanted = (looked_up or outer) if pin == "vocabulary" else inner if pin == "row" else outer

@@ -18,7 +18,7 @@ def change_seconds(
     """Seconds of changing a value's placement. None: it cannot be changed so.
 
     regathered: parts of the value are gathered once more in the backward, instead of being kept.
-    behind_seconds: of computing while what the backward sends is on its way. What a collective takes to start is not hidden by it.
+    behind_seconds: of computing while each thing that the backward sends is on its way. What a collective takes to start is not hidden by it.
     """
     if PARTIAL in (source, target) and not meta.dtype.is_floating_point:
         return None
@@ -33,10 +33,10 @@ def change_seconds(
         return None
     item, size = meta.dtype.itemsize, meta.num_bytes
     seconds = sum(rates.collective_seconds(call[0], call[1] * item, before.num_ranks) for call in calls if call is not None)
-    if meta.requires_grad and calls[1] is not None:
-        collective, count = calls[1]
-        on_its_way, started = (rates.collective_seconds(collective, num_bytes, before.num_ranks) for num_bytes in (count * item, 0.0))
-        seconds -= min(behind_seconds, on_its_way - started)
+    for call in calls[1:]:  # behind the weights' gradients the sum; behind the input's, which take as long, what is gathered again
+        if call is not None:
+            on_its_way, started = (rates.collective_seconds(call[0], num_bytes, before.num_ranks) for num_bytes in (call[1] * item, 0.0))
+            seconds -= min(behind_seconds, on_its_way - started)
     # What is sent is put together and taken apart; what is not is looked at, or copied in part.
     touched = sum(2.0 if call is not None else 0.1 for call in calls) + (1.0 if target == PARTIAL and isinstance(source, Part) else 0.0)
     return seconds + touched * size / rates.bytes_per_second

@@ -18,7 +18,7 @@ from meshloom.graph.amounts import amount
 from meshloom.graph.change import Change
 from meshloom.graph.cheapest import cheapest
 from meshloom.graph.cost import Cost
-from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of
+from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of, route_of
 from meshloom.graph.keeping import HELD_COPIES, kept_operands, kept_within
 from meshloom.graph.layout import Layout
 from meshloom.graph.least import Floats
@@ -26,7 +26,7 @@ from meshloom.graph.limited import LimitError, cheapest_within
 from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.pins import Pins
-from meshloom.graph.placement import INVARIANT, REPLICATED, Cut, Part, Placement
+from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
 from meshloom.graph.price import change_seconds, talk_seconds
 from meshloom.graph.rates import Rates
 from meshloom.graph.repeats import Repeats, repeats_of
@@ -238,9 +238,17 @@ class Problem:
         self.change_bytes.append(np.array([[kept.get((source, target), 0.0) for target in targets] for source in made_in]))
 
     def _seconds(self, value: str, source: Placement, target: Placement) -> float | None:
+        axes, meta = self.layout.values[value][0], self.layout.metas[value][0]
+        taken, placed = route_of(axes, target, self.numbers), route_of(axes, source, self.numbers)
+        if taken is not None and placed is not None:
+            return None
+        if taken is not None or placed is not None:  # through all of the value, or a part of a sum, as `partition.py` does it
+            source, target = (source, REPLICATED) if taken is not None else (PARTIAL, target)
+            changed = 0.0 if source == target else self._seconds(value, source, target)
+            return None if changed is None else changed + (2.0 if meta.requires_grad else 1.0) * meta.num_bytes / self.rates.bytes_per_second
         gathered = target == REPLICATED and self._feeds_linears(value)
         return change_seconds(
-            self.layout.metas[value][0], source, target, self._pieces(value, source), self._pieces(value, target), self.rates,
+            meta, source, target, self._pieces(value, source), self._pieces(value, target), self.rates,
             regathered=gathered, behind_seconds=self._weights_seconds(value) if gathered else 0.0,
         )  # fmt: skip
 

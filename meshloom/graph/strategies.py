@@ -8,6 +8,7 @@ partial       linear in partial operands: so is the result
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from meshloom.graph.cuts import Numbers, covers, pieces_of, runs_of
 from meshloom.graph.layout import Axes, Layout, Mapped
 from meshloom.graph.nodes import Node
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
-from meshloom.graph.rules.factors import Talk, labels_in
+from meshloom.graph.routes import ANY_ROWS
+from meshloom.graph.rules.factors import Factors, Talk, labels_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ def strategies_of(node: Node, layout: Layout, numbers: Numbers, cuts: Mapping[in
             yield Strategy(operands=(REPLICATED,), output=REPLICATED)
             yield Strategy(operands=(PARTIAL,), output=PARTIAL)
             for cut in _touching((axis for each in axes for axis in each), numbers, cuts):
-                if not all(covers(each, cut, numbers) for each in axes):
+                if not all(covers(each, cut, numbers) for each in axes) or not _is_reached(node, layout, numbers, [*itertools.chain(*axes)], cut):
                     continue
                 # The other tensors of the same node lie in parts too, whether or not this one does.
                 yield Strategy(operands=(Part(cut),), output=placed(layout.values[node.name], cut, numbers), cut=cut)
@@ -82,7 +84,10 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     factors = mapped.factors
     touched = {label: numbers.leaves(axis) & cut.parts.keys() for label, axis in mapped.labels.items()}
     touched = {label: axes for label, axes in touched.items() if axes}
-    if not touched or touched.keys() & mapped.whole or _clash(touched, mapped, cut):
+    routed = {label for label in touched if numbers.route(mapped.labels[label], cut) is not None}
+    if not touched or _held_whole(touched, mapped) or _clash(touched, mapped, cut):
+        return None
+    if routed and not (_is_reached(node, layout, numbers, mapped.labels.values(), cut) and _can_be_any(routed, node, factors)):
         return None
     if not all(covers((mapped.labels[label],), cut, numbers) for label in touched):
         return None
@@ -118,6 +123,29 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     if touched.keys() & factors.sums:
         return Strategy(operands=tuple(operands), output=PARTIAL, work=work, cut=cut)
     return Strategy(operands=tuple(operands), output=result, work=work, cut=cut, talks=talks)
+
+
+def _held_whole(touched: Mapping[str, frozenset[int]], mapped: Mapped) -> bool:
+    """Whether a label is cut that has to be whole. Rows and their groups may be cut together."""
+    blocked = touched.keys() & mapped.whole
+    routed = mapped.factors.routed
+    if routed is not None and touched.get(routed.groups) == touched.get(routed.rows):
+        blocked -= {routed.groups, routed.rows}
+    return bool(blocked)
+
+
+def _is_reached(node: Node, layout: Layout, numbers: Numbers, axes: Iterable[Axis], cut: Cut) -> bool:
+    """Whether a node can know which rows are sent to a rank, if rows are cut so."""
+    routes = [found[1] for axis in axes if (found := numbers.route(axis, cut)) is not None]
+    return all(route.reaches(layout.order[node.name], node.path) for route in routes)
+
+
+def _can_be_any(routed: set[str], node: Node, factors: Factors) -> bool:
+    """Whether a node works on however many rows are sent to a rank."""
+    given = {term for dims in factors.operands for term in dims if isinstance(term, str)}
+    alone = factors.sums | factors.joins | factors.talks.keys() | factors.filled | factors.in_one_run
+    takes_any = factors.local is None or factors.routed is not None or node.operator.partition(".")[0] in ANY_ROWS
+    return routed <= given and not routed & alone and not node.num_draws and takes_any
 
 
 def _clash(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: Cut) -> bool:

@@ -13,7 +13,10 @@ from meshloom.graph.strategies import strategies_of
 
 
 class Uses:
-    """The uses of a program's parameters. users: value -> nodes with it as an operand, in order. heads: axes that attention computes separately."""
+    """The uses of a program's parameters. users: value -> nodes with it as an operand, in order. heads: axes that attention computes separately.
+
+    experts: axes of parameters along which there are several to choose from, or to compute with side by side.
+    """
 
     def __init__(self, layout: Layout, numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> None:
         self._layout = layout
@@ -24,6 +27,7 @@ class Uses:
             for ref in dict.fromkeys(node.operands()):
                 self.users.setdefault(ref.name, []).append(node)
         self.heads = self._heads()
+        self.experts = self._experts()
 
     def sides(self, value: str, module: str = "") -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
         """Axes of a parameter that are summed over where it is used; those that the result has; those along which it is looked up.
@@ -33,7 +37,10 @@ class Uses:
         inner, outer, looked_up = set[int](), set[int](), set[int]()
         for node, place in self._meetings(value, module):
             mapped = self._layout.mapped[node.name]
+            routed = mapped.factors.routed
             for label in (label for term in mapped.factors.operands[place] for label in labels_in(term)):
+                if routed is not None and label == routed.groups:
+                    continue
                 leaves = self._numbers.leaves(mapped.labels[label])
                 if label in mapped.factors.sums:
                     inner |= leaves
@@ -75,4 +82,21 @@ class Uses:
                     axes = self._layout.values[ref.name][0]
                     if len(axes) > 3:
                         found |= self._numbers.leaves(axes[-3])
+        return frozenset(found)
+
+    def _experts(self) -> frozenset[int]:
+        found = {number for route in self._layout.routes for number in self._numbers.leaves(route.groups)}
+        held = {each.value for each in self._layout.program.parameters.values()}
+        for node in self._layout.program.nodes:
+            operands = [ref.name for ref in node.operands()]
+            if len(operands) == 1 and operands[0] in held:
+                held.add(node.name)  # a view of it, or a cast one
+            mapped = self._layout.mapped.get(node.name)
+            if mapped is None or not any(name in node.operator for name in ("matmul", "bmm", "einsum", "_grouped_mm")):
+                continue
+            labels = [{term for term in dims if isinstance(term, str)} for dims in (*mapped.factors.operands, *mapped.factors.outputs)]
+            for place, name in enumerate(operands):
+                if name in held and len(mapped.factors.operands[place]) > 2:
+                    for label in set.intersection(*labels):  # of all operands and of the result: a product for each of its indices
+                        found |= self._numbers.leaves(mapped.labels[label])
         return frozenset(found)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.graph.choose import Choice
-from meshloom.graph.cuts import pieces_of
+from meshloom.graph.cuts import pieces_of, route_of
 from meshloom.graph.lines import describe_line
 from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Node
@@ -102,6 +102,8 @@ def _error(choice: Choice, name: str, whole: _Seen, parts: _Seen, *, gradient: b
 
 
 def _distance(choice: Choice, name: str, number: int, placement: Placement, value: Tensor, mine: list[Tensor], *, gradient: bool) -> float:
+    if route_of(choice.layout.values[name][number], placement, choice.numbers) is not None:
+        return 0.0  # which rows each rank has is not known here; where they are put together again they are compared
     cut = placement.cut if isinstance(placement, Part) else None
     pieces = pieces_of(choice.layout.values[name][number], cut, choice.numbers, choice.num_ranks)
     if isinstance(placement, Part):

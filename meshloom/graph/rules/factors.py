@@ -69,6 +69,20 @@ class Talk:
     backward: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """Rows that data sends to groups. rows, groups: labels. table, by: operands: what each group has; the integers that say whose a row is.
+
+    is_sorted: rows are sorted by group, and the integers say where each group's end; else they say every row's group.
+    """
+
+    rows: str
+    groups: str
+    table: int
+    by: int
+    is_sorted: bool = False
+
+
 Local = Callable[[Any, tuple[Any, ...], dict[str, Any], Sizes], tuple[Any, tuple[Any, ...], dict[str, Any]]]
 """(target, args, kwargs, sizes) -> those with which a rank computes its part."""
 
@@ -87,6 +101,7 @@ class Factors:
     filled: labels of which every rank has to have an index: the kernel refuses to work on none.
     added: operands that are added to a partial result, and so have to be partial themselves.
     linear: sets of operands that may be partial (the others being replicated), so that the result is.
+    routed: labels of which one goes where the other goes: they may be cut together, whatever `whole` says.
     drawn: dims of what is drawn at random inside; None: those of the first output; (): nothing, whatever torch says.
     local: how the call changes where something is cut; None: as it is.
     """
@@ -103,6 +118,7 @@ class Factors:
     filled: frozenset[str] = frozenset()
     added: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
+    routed: Routed | None = None
     drawn: Dims | None = None
     local: Local | None = None
 
@@ -134,6 +150,7 @@ def shown(factors: Factors) -> str:
     given = [f"{{{dims}}}" if place in factors.entire else dims for place, dims in enumerate(given)]
     text = f"{', '.join(given)} -> {', '.join(_shown_dims(dims, factors) for dims in factors.outputs)}"
     text += f"; sum {' '.join(sorted(factors.sums))}" if factors.sums else ""
+    text += f"; {factors.routed.rows} goes with {factors.routed.groups}" if factors.routed else ""
     return text + (f"; add {' '.join(map(str, sorted(factors.added)))}" if factors.added else "")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from meshloom.graph.bags import BagsOfPart
 from meshloom.graph.operators import embedding_of_part
+from meshloom.graph.rows import lookup_of_part
 from meshloom.graph.rules.arguments import given_by_name
 from meshloom.graph.rules.call import Call, Operand, Rule
-from meshloom.graph.rules.factors import Dims, Factors, Sizes, Term
+from meshloom.graph.rules.factors import Dims, Factors, Routed, Sizes, Term
 
 
 def _embedding(call: Call) -> Factors | None:
@@ -76,7 +78,23 @@ def _index(call: Call) -> Factors | None:
         lead = len(shape) - len(each.shape)
         operands.append(tuple(None if size != shape[lead + place] else index_names[lead + place] for place, size in enumerate(each.shape)))
     sizes = {f"d{place}": x.shape[place] for place, _ in rest} | {f"i{place}": size for place, size in enumerate(shape)}
-    return Factors(operands=tuple(operands), outputs=((*before, *index_names, *after),), sizes=sizes, linear=(frozenset({0}),))
+    factors = Factors(operands=tuple(operands), outputs=((*before, *index_names, *after),), sizes=sizes, linear=(frozenset({0}),))
+    return _with_groups(factors, x.shape[0]) if places == [0] and len(shape) == 1 and len(x.shape) > 1 else factors
+
+
+def _with_groups(factors: Factors, num_groups: int) -> Factors:
+    """x[i], which has an entry of x for every i: the ranks may divide both, each having the entries that its indices ask for."""
+
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        if not here.is_cut("e"):
+            return target, args, kwargs
+        return lookup_of_part, (args[0], args[1][0], here.starts["e"][here.rank], num_groups), {}
+
+    table, *others = factors.operands
+    return replace(
+        factors, operands=(("e", *table[1:]), *others), sizes={**factors.sizes, "e": num_groups}, whole=frozenset({"e"}),
+        routed=Routed(rows="i0", groups="e", table=0, by=1), local=local,
+    )  # fmt: skip
 
 
 def _scatter(call: Call) -> Factors | None:

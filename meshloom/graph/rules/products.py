@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshloom.graph.operators import convolution_of_nothing, grouped_product_of_part
+from meshloom.graph.rows import grouped_product_of_groups
 from meshloom.graph.rules.arguments import given_by_name
 from meshloom.graph.rules.call import Call, Operand, Rule, tensor_arguments
-from meshloom.graph.rules.factors import Dims, Factors, Product, Sizes, factors_of_text
+from meshloom.graph.rules.factors import Dims, Factors, Product, Routed, Sizes, factors_of_text
 
 
 def text(pattern: str) -> Rule:
@@ -125,7 +126,7 @@ def _einsum(call: Call) -> Factors | None:
 
 
 def _grouped(call: Call) -> Factors | None:
-    """_grouped_mm: rows of x, sorted by group, times their group's matrix; rows and groups stay whole, for which row is whose is not known before.
+    """_grouped_mm: rows of x, sorted by group, times their group's matrix. Which row is whose is not known before: groups are cut with their rows.
 
     x [t, k], w [groups, k, n], ends [groups] -> [t, n]. With x [groups, t, k] it is a batched product; with neither, the groups lie along k.
     """
@@ -139,11 +140,15 @@ def _grouped(call: Call) -> Factors | None:
         (2, 2): "t k!, k n, _ -> _ t n; linear 0 1",
     }[len(x.shape), len(w.shape)]
     factors = factors_of_text(pattern, [each.shape for each in call.operands], 1)
-    return dataclasses.replace(factors, local=_aligned)
+    routed = Routed(rows="t", groups="e", table=1, by=2, is_sorted=True) if (len(x.shape), len(w.shape)) == (2, 3) else None
+    return dataclasses.replace(factors, local=_aligned, routed=routed)
 
 
 def _aligned(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
     """Kernels for groups want rows of 16 bytes, and parts need not be that long."""
+    if "e" in sizes.whole and sizes.is_cut("e") and "t" in sizes.whole and sizes.is_cut("t"):
+        ends = given_by_name(target, args, kwargs).get("offs")
+        return grouped_product_of_groups, (target, *args[:2], args[2] if ends is None else ends, sizes.starts["e"][sizes.rank]), {}
     return (
         (target, args, kwargs)
         if "fallback" in target._schema.name
