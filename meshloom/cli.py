@@ -27,7 +27,7 @@ from meshloom.planner.calibrate import machine_of, measure_operators
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.links import measure_links
-from meshloom.planner.staged import staged
+from meshloom.planner.staged import stage_plan, staged
 from meshloom.report.description import description_records, print_description
 from meshloom.report.directory import print_run_directory, read_run_directory, run_directory_records, show_timeline
 from meshloom.report.machine import machine_records, print_machine
@@ -180,6 +180,13 @@ def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     division = staged.division if staged else None
     if division is not None and division.rates is not None:
         terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
+    staging = staged.staging if staged else None
+    if staging is not None and staging.choice is not None and staging.rates is not None:
+        crossings = [[each for stage in staging.first for each in stage.incoming]] * len(staging.sizes)
+        found = stage_plan(plan, staging.schedule(len(staging.sizes)), staging.choice, crossings, staging.sizes, staging.rates)
+        for line in lines_of(found):
+            terminal.event(line)
+        records.write("stages", **stages_record(found))
     records.write(
         "start", plan=str(plan), devices=trainer.world.kind, why=trainer.world.why, model=name, parameters=parameters,
         batch_size=job.batch_size, steps=trainer.steps, step=trainer.next_step,

@@ -18,19 +18,16 @@ from meshloom.comm.turns import Steps
 from meshloom.comm.values import on_first, share
 from meshloom.errors import PlanError
 from meshloom.graph.collectives import Transition
-from meshloom.graph.cost import Kept, costs
-from meshloom.graph.cut import CutChoice, choose_cuts
+from meshloom.graph.cost import costs
+from meshloom.graph.cut import CutChoice
 from meshloom.graph.loss_programs import LossPrograms, Shapes, shapes_of
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here
-from meshloom.graph.recompute import kept_values, recomputed
+from meshloom.graph.recompute import kept_values
 from meshloom.graph.stages import Stage, cut_into_stages
-from meshloom.graph.work import computed_again, work_of
 from meshloom.job import Job, LossFunction
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.check import held_by_stage
+from meshloom.pipeline.cutting import choose_stages, schedule_of, users_of
 from meshloom.pipeline.schedule import Schedule
-from meshloom.pipeline.simulate import step_seconds
 from meshloom.plan import Plan, chunk_sizes
 
 Key = tuple[LossFunction, bool, Shapes]
@@ -42,10 +39,11 @@ class Staging:
     def __init__(self, job: Job, plan: Plan, programs: LossPrograms, team: Group, *, rates: Rates | None = None) -> None:
         self.programs = programs
         self.choice: CutChoice | None = None  # of the first program, on the rank that chose
+        self.first: tuple[Stage, ...] = ()  # of the program that decided who holds what
         self._job = job
         self._plan = plan
         self._team = team
-        self._rates = rates
+        self.rates = rates  # that were used, on the rank that chose
         self._homes: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
         self._cut: dict[Key, tuple[Stage, ...]] = {}
 
@@ -56,8 +54,12 @@ class Staging:
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The plan's, for so many microbatches."""
-        plan = self._plan
-        return make_schedule(plan.schedule, plan.pp, num_microbatches, plan.num_stages // plan.pp)
+        return schedule_of(self._plan, num_microbatches)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each microbatch of the first replica in a full batch."""
+        return [size for size in chunk_sizes(self._job.batch_size, self._plan.num_chunks)[: self._plan.microbatches] if size]
 
     def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[tuple[Stage, ...]]:
         """Read the loss of batches like `batch`, divide it, cut it. All ranks of `world` call it; batch and model count on its rank 0."""
@@ -91,39 +93,17 @@ class Staging:
             part = replace(part, kept=frozenset((yield from share(group, decided))), _runners={})
         stages = cut_into_stages(part, with_changes_placed(part, stage_of), self._plan.num_stages)
         if self._homes is None:
-            self._homes = {name: stages or (0,) for name, stages in _users(stages).items()}
+            self._homes = {name: stages or (0,) for name, stages in users_of(stages).items()}
+        self.first = self.first or stages
         self._cut[loss, training, shapes] = stages
         return stages
 
     def _rates_here(self, whole: Program) -> Rates:
-        return self._rates or rates_here(whole.device.type, self._plan.pp)
+        self.rates = self.rates or rates_here(whole.device.type, self._plan.pp)
+        return self.rates
 
     def _choose(self, whole: Program) -> CutChoice:
-        plan = self._plan
-        rates, priced = self._rates_here(whole), costs(whole)
-        work, kept = work_of(whole, priced, rates), {name: each.kept for name, each in priced.items()}
-        if plan.recompute != "none":
-            again = recomputed(whole, priced, plan.recompute, rates)
-            work = computed_again(work, again.seconds_of)
-            kept = {name: (Kept(memory=name, num_bytes=size),) for name, size in again.kept_of.items()}
-        sizes = [size for size in chunk_sizes(self._job.batch_size, plan.num_chunks)[: plan.microbatches] if size]
-        schedule = self.schedule(len(sizes))
-        sizes = [size / sizes[0] for size in sizes]
-        first = self._homes is None
-        return choose_cuts(
-            whole,
-            priced,
-            plan.num_stages,
-            rates,
-            cuts=plan.cuts if first else (),
-            memory_bytes=float(plan.memory_bytes * plan.tp) or None if first else None,
-            in_flight=held_by_stage(schedule),
-            ranks=schedule.ranks,
-            homes=self._homes,
-            work=work,
-            kept=kept,
-            step_seconds=step_seconds(schedule, rates.message_seconds, sizes=sizes) if first else None,
-        )
+        return choose_stages(whole, costs(whole), self._plan, self._rates_here(whole), self.sizes, self._homes)
 
 
 def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
@@ -145,13 +125,3 @@ def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str,
         grows = isinstance(node.target, Transition) and node.target.source == "part" and node.target.target != "part"
         found[node.name] = max(made) if made and not grows else max([first_use.get(node.name, 0), *made])
     return found
-
-
-def _users(stages: tuple[Stage, ...]) -> dict[str, tuple[int, ...]]:
-    program = stages[0].program
-    found: dict[str, list[int]] = {name: [] for name in (*program.parameters, *program.buffers)}
-    names = {each.value: name for variables in (program.parameters, program.buffers) for name, each in variables.items()}
-    for stage in stages:
-        for name in dict.fromkeys(names[ref.name] for node in stage.program.nodes for ref in node.operands() if ref.name in names):
-            found[name].append(stage.number)
-    return {name: tuple(numbers) for name, numbers in found.items()}

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from meshloom.cluster import Machine
 from meshloom.errors import PlanError
 from meshloom.graph.cost import Cost, costs
-from meshloom.graph.cut import CutChoice, choose_cuts
+from meshloom.graph.cut import CutChoice
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here, rates_of
 from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.stages import Crossing, Stage, cut_into_stages
 from meshloom.job import Job
-from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.check import held_by_stage
+from meshloom.pipeline.cutting import choose_stages, schedule_of, users_of
 from meshloom.pipeline.schedule import Schedule
-from meshloom.pipeline.simulate import Simulated, simulate, step_seconds
+from meshloom.pipeline.simulate import Simulated, simulate
 from meshloom.pipeline.traffic import Traffic, traffic_of_stages
 from meshloom.plan import SCHEDULES, Plan, chunk_sizes
 from meshloom.state.samples import first_batches
@@ -98,38 +98,23 @@ class _Reader:
 
     def stage_plan(self, plan: Plan, *, with_traffic: bool) -> StagePlan:
         sizes = [size for size in chunk_sizes(self.batch_size, plan.num_chunks)[: plan.microbatches] if size]
-        schedule = make_schedule(plan.schedule, plan.pp, len(sizes), plan.num_stages // plan.pp)
+        schedule = schedule_of(plan, len(sizes))
         program, _ = self._program(sizes[0])
         machine = self._machine if self._machine is not None and self._machine.device == program.device.type else None
         rates = rates_of(machine, plan.pp) if machine is not None else rates_here(program.device.type, plan.pp)
-        choice = self._choose(plan, schedule, sizes, sizes[0], rates, {})
+        choice = self._choose(plan, sizes, sizes[0], rates)
         crossings: dict[int, list[Crossing]] = {}
         if with_traffic:
             stages = cut_into_stages(program, choice.stage_of, plan.num_stages)
             crossings[sizes[0]] = _crossings(stages)
             for size in set(sizes[1:]) - {sizes[0]}:
-                other = self._choose(plan, schedule, sizes, size, rates, _homes(stages))
+                other = self._choose(plan, sizes, size, rates, {name: users or (0,) for name, users in users_of(stages).items()})
                 crossings[size] = _crossings(cut_into_stages(self._program(size)[0], other.stage_of, plan.num_stages))
         return stage_plan(plan, schedule, choice, [crossings.get(size, []) for size in sizes], sizes, rates)
 
-    def _choose(
-        self, plan: Plan, schedule: Schedule, sizes: Sequence[int], size: int, rates: Rates, homes: dict[str, list[int]]
-    ) -> CutChoice:  # fmt: skip
-        """homes: none for the first program; later ones keep to these and nothing else."""
+    def _choose(self, plan: Plan, sizes: Sequence[int], size: int, rates: Rates, homes: dict[str, tuple[int, ...]] | None = None) -> CutChoice:
         program, priced = self._program(size)
-        price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])
-        return choose_cuts(
-            program,
-            priced,
-            plan.num_stages,
-            rates,
-            cuts=() if homes else plan.cuts,
-            memory_bytes=None if homes else float(plan.memory_bytes * plan.tp) or None,
-            in_flight=held_by_stage(schedule),
-            ranks=schedule.ranks,
-            homes=homes,
-            step_seconds=None if homes else price,
-        )
+        return choose_stages(program, priced, plan, rates, sizes, homes)
 
     def _program(self, samples: int) -> tuple[Program, dict[str, Cost]]:
         if samples not in self._read:
@@ -141,17 +126,6 @@ class _Reader:
 
 def _crossings(stages: Sequence[Stage]) -> list[Crossing]:
     return [each for stage in stages for each in stage.incoming]
-
-
-def _homes(stages: Sequence[Stage]) -> dict[str, list[int]]:
-    """Parameter or buffer -> stages that use it."""
-    program = stages[0].program
-    names = {each.value: name for name, each in (*program.parameters.items(), *program.buffers.items())}
-    found: dict[str, list[int]] = {}
-    for stage in stages:
-        for name in dict.fromkeys(names[ref.name] for node in stage.program.nodes for ref in node.operands() if ref.name in names):
-            found.setdefault(name, []).append(stage.number)
-    return found
 
 
 def _better(found: StagePlan, reader: _Reader) -> Iterable[Better]:

@@ -1,0 +1,70 @@
+"""Where a plan cuts a program into stages: what `graph/cut.py` decides by, as the plan's schedule, limit and recomputation have it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from meshloom.graph.cost import Cost, Kept
+from meshloom.graph.cut import CutChoice, choose_cuts
+from meshloom.graph.program import Program
+from meshloom.graph.rates import Rates
+from meshloom.graph.recompute import recomputed
+from meshloom.graph.stages import Stage
+from meshloom.graph.work import computed_again, work_of
+from meshloom.pipeline.builders import make_schedule
+from meshloom.pipeline.check import held_by_stage
+from meshloom.pipeline.schedule import Schedule
+from meshloom.pipeline.simulate import step_seconds
+from meshloom.plan import Plan
+
+
+def schedule_of(plan: Plan, num_microbatches: int) -> Schedule:
+    """The plan's schedule, for so many microbatches."""
+    return make_schedule(plan.schedule, plan.pp, num_microbatches, plan.num_stages // plan.pp)
+
+
+def choose_stages(
+    program: Program,
+    priced: Mapping[str, Cost],
+    plan: Plan,
+    rates: Rates,
+    sizes: Sequence[int],
+    homes: Mapping[str, Collection[int]] | None = None,
+) -> CutChoice:
+    """The stages of a whole program under `plan`. priced: node -> its cost. sizes: [microbatch], samples of one replica's, the largest first.
+
+    homes: parameter or buffer -> the stages that hold it since a first program of the job was cut; then nothing but these counts.
+    Raises `PlanError` as `choose_cuts`.
+    """
+    work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
+    if plan.recompute != "none":
+        again = recomputed(program, priced, plan.recompute, rates)
+        work = computed_again(work, again.seconds_of)
+        kept = {name: (Kept(memory=name, num_bytes=size),) for name, size in again.kept_of.items()}
+    schedule = schedule_of(plan, len(sizes))
+    price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])
+    return choose_cuts(
+        program,
+        priced,
+        plan.num_stages,
+        rates,
+        cuts=() if homes else plan.cuts,
+        memory_bytes=None if homes else float(plan.memory_bytes * plan.tp) or None,
+        in_flight=held_by_stage(schedule),
+        ranks=schedule.ranks,
+        homes=homes,
+        work=work,
+        kept=kept,
+        step_seconds=None if homes else price,
+    )
+
+
+def users_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """Parameter or buffer -> the stages that use it."""
+    program = stages[0].program
+    found: dict[str, list[int]] = {name: [] for name in (*program.parameters, *program.buffers)}
+    names = {each.value: name for variables in (program.parameters, program.buffers) for name, each in variables.items()}
+    for stage in stages:
+        for name in dict.fromkeys(names[ref.name] for node in stage.program.nodes for ref in node.operands() if ref.name in names):
+            found[name].append(stage.number)
+    return {name: tuple(numbers) for name, numbers in found.items()}
