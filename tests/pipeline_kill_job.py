@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from tests.jobs import make_job
 
 @torch.library.custom_op("meshloom_tests::trouble", mutates_args=())
 def trouble(x: Tensor) -> Tensor:
-    name = os.environ.get("MESHLOOM_TESTS_TROUBLE", "")
-    if name and os.path.exists(name):
-        rank, kind = Path(name).read_text().split()
+    file = Path(os.environ.get("MESHLOOM_TESTS_TROUBLE", "/"))
+    with suppress(FileNotFoundError, IsADirectoryError):
+        rank, kind = file.read_text().split()
         if rank == os.environ["RANK"]:
             while kind == "loop":
                 pass
-            Path(name).unlink()
+            file.unlink()
             time.sleep(float(kind))
     return x.clone()
 
