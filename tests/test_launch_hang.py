@@ -37,7 +37,8 @@ class Looks:
             states = processes or [ASLEEP, ASLEEP, RUNNING, ASLEEP]
             said = self.watch.look(self.now, doing, [replace(each, starved_seconds=starved * self.now) for each in states])
             if said:
-                return said
+                assert said.is_stopped == (states[said.rank].state == "T") and f"ank {said.rank} " in said.text
+                return said.text
         return None
 
 

@@ -96,6 +96,7 @@ def test_a_rank_that_loops_for_ever_in_the_loss_is_named_with_its_action(tmp_pat
         errors, _ = told(process)
     assert process.returncode == 1
     assert re.search(rf"{name_of(0, QUICK)} has been computing 0F\d of step \d+ .* the other ranks of its replica wait for it", errors), errors
+    assert re.search(r'pipeline_kill_job.py", line \d+ in trouble', errors), errors  # its stack
     assert_nothing_left(out)
 
 

@@ -41,6 +41,15 @@ class ProcessState:
     starved_seconds: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A rank that hangs, and what to say of it. is_stopped: its process does not run at all."""
+
+    rank: int
+    text: str
+    is_stopped: bool
+
+
 @dataclass
 class _Watched:
     """A rank in the state it is in since `moved`: how long it was seen in it."""
@@ -61,15 +70,18 @@ class HangWatch:
         self._watched: dict[int, _Watched] = {}
         self._looked: float | None = None
 
-    def look(self, now: float, doing: Sequence[Snapshot | None], processes: Sequence[ProcessState]) -> str | None:
-        """What to say of the rank that hangs; None if there is none. now: of the monotonic clock. doing, processes: by rank."""
+    def look(self, now: float, doing: Sequence[Snapshot | None], processes: Sequence[ProcessState]) -> Hang | None:
+        """The rank that hangs; None if there is none. now: of the monotonic clock. doing, processes: by rank."""
         gap = min(now - self._looked, LONGEST_GAP_SECONDS) if self._looked is not None else 0.0
         self._looked = now
         for rank, (snapshot, process) in enumerate(zip(doing, processes, strict=True)):
             self._note(rank, gap, snapshot, process)
-        return next(
-            (text for rank in range(self._mesh.size) if (text := self._stopped(rank, doing) or self._stuck(rank, now, doing, processes))), None
-        )
+        for rank in range(self._mesh.size):
+            if stopped := self._stopped(rank, doing):
+                return Hang(rank=rank, text=stopped, is_stopped=True)
+            if stuck := self._stuck(rank, now, doing, processes):
+                return Hang(rank=rank, text=stuck, is_stopped=False)
+        return None
 
     def _note(self, rank: int, gap: float, snapshot: Snapshot | None, process: ProcessState) -> None:
         """Time passed in the same state, or a new one began."""

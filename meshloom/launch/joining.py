@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import mmap
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable
@@ -24,7 +26,7 @@ from meshloom.errors import DeviceError, PeerLostError
 from meshloom.launch.devices import Kind
 from meshloom.launch.environment import Seat, activity_descriptor, cores, launched_devices
 from meshloom.launch.failure import leave, report_failure
-from meshloom.launch.telling import tell
+from meshloom.launch.telling import STACK_SIGNAL, tell
 from meshloom.launch.wording import counted, rank_name, used_axes, visible_gpus
 from meshloom.launch.world import LocalRank, World
 from meshloom.mesh import Mesh
@@ -98,7 +100,10 @@ def _open_activity() -> Activity:
         with suppress(OSError, ValueError):  # a program that a rank has started inherits the variable, and the number may be another file's
             if os.fstat(descriptor).st_nlink == 0 and os.fstat(descriptor).st_size == PAGE_BYTES:
                 page = memoryview(mmap.mmap(descriptor, PAGE_BYTES))
-                return Activity(page if is_page(page) else None)
+                if is_page(page):
+                    if signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:  # the user's own handler stays
+                        faulthandler.register(STACK_SIGNAL, all_threads=False)
+                    return Activity(page)
     return Activity()
 
 

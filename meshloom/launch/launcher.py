@@ -24,6 +24,7 @@ from meshloom.launch.wording import capital, rank_name
 from meshloom.mesh import Mesh
 
 CAUSE_SECONDS = 1.5  # how long the launcher waits for the cause, once a rank has reported that another one is gone
+STACK_SECONDS = 0.5  # that a rank which hangs is given to print where
 GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
 
 
@@ -122,8 +123,17 @@ class _Ranks:
                 return _Outcome(0)
             if hang and time.monotonic() >= looked + LOOK_SECONDS and not any(rank.failure for rank in self._ranks):
                 looked = time.monotonic()
-                if text := hang.look(looked, [rank.doing() for rank in self._ranks], [process_state(rank.group) for rank in self._ranks]):
-                    return _Outcome(1, text)
+                if hung := hang.look(looked, [rank.doing() for rank in self._ranks], [process_state(rank.group) for rank in self._ranks]):
+                    if not hung.is_stopped:
+                        self._show_stack(self._ranks[hung.rank])
+                    return _Outcome(1, hung.text)
+
+    def _show_stack(self, rank: RankProcess) -> None:
+        """Let a rank print where its Python is, and pass that on."""
+        rank.ask_for_stack()
+        until = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < until:
+            self._listen(0.05)
 
     def _listen(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):

@@ -16,6 +16,7 @@ from contextlib import suppress
 from meshloom.comm.activity import PAGE_BYTES, Snapshot, new_page, read
 from meshloom.launch.environment import with_report
 from meshloom.launch.failure import Failure
+from meshloom.launch.telling import STACK_SIGNAL
 
 CHUNK_BYTES = 1 << 16
 PIPE_BYTES = 1 << 20  # what a pipe can hold at most, as Linux is usually set
@@ -87,6 +88,12 @@ class RankProcess:
         if self.exit_code is None:
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
                 os.killpg(self.group, number)
+
+    def ask_for_stack(self) -> None:
+        """Let the process itself, not its children, print the stack of its main thread (`joining.py` has prepared it for that)."""
+        if self.exit_code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.group, STACK_SIGNAL)
 
     def bury_if_ended(self, wait: bool = False) -> bool:
         """Whether it has ended since the last call: then what it leaves behind has been ended too, and its last words have been heard."""
