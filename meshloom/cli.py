@@ -21,6 +21,7 @@ from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
 from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
+from meshloom.launch.hang import DEFAULT_SECONDS
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan, num_bytes_of
 from meshloom.planner.calibrate import machine_of, measure_operators
@@ -58,12 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verb == "report":
             return _report(arguments)
         check_target(arguments.target)
+        if getattr(arguments, "hang_seconds", 0) < 0:
+            raise PlanError(f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever.")
         if arguments.verb == "describe":
             return _run_here(arguments)
         plan = _plan(arguments)
         kind, _ = choose_devices(plan.mesh, arguments.devices)
         if kind in ("cuda", "cpu") and plan.mesh.size > 1:
-            return run_ranks([sys.executable, "-m", "meshloom", *words], plan.mesh, kind, str(plan))
+            return run_ranks([sys.executable, "-m", "meshloom", *words], plan.mesh, kind, str(plan), arguments.hang_seconds)
         return _run_here(arguments)
     except KeyboardInterrupt:
         print("meshloom: interrupted", file=sys.stderr)
@@ -90,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)")
         verb.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long a rank waits for another (default: 600)")
         verb.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
+        verb.add_argument(
+            "--hang-seconds", type=float, default=DEFAULT_SECONDS, metavar="SECONDS",
+            help=f"end the run when a rank of this machine hangs in a pipeline's action for so long; 0: never (default: {DEFAULT_SECONDS:g})",
+        )  # fmt: skip
     train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
     train.add_argument("--out", metavar="DIR", help="write checkpoints here")
     train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")

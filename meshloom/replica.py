@@ -34,6 +34,7 @@ from meshloom.exchange.zero import ZeroOne
 from meshloom.job import Job
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis
+from meshloom.pipeline.microbatches import Both
 from meshloom.pipeline.recorder import Recorder
 from meshloom.pipeline.spans import SpanKind
 from meshloom.plan import Plan, chunk_sizes
@@ -148,6 +149,8 @@ class Replica:
         self.model.train() if not self.model.training else None
         self.exchange.begin_step()
         self._tally.begin()
+        doing = self.seat.activity
+        doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
         if self.staged:
             yield from self._run_stages(self.staged, filled)
@@ -155,6 +158,7 @@ class Replica:
             work = self.seat.statistics.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
         else:
             work = self._run_chunks(filled)
+        doing.enter("exchanging", step)
         self.arrivals.append(time.monotonic())
         yield
         if work is not None:
@@ -168,6 +172,7 @@ class Replica:
         if self.observer:
             mine = yield from self.exchange.full_gradients(gradients)
             self.observer.averaged((yield from self.staged.whole(mine)) if self.staged else mine)
+        doing.enter("updating", step)
         with self._span("update"):
             norm = yield from self.updater.update(gradients, total / weight)
         for axis, sent in self._sent.items():
@@ -176,6 +181,7 @@ class Replica:
             yield from self.exchange.publish()
             if self.staged:
                 yield from self.staged.published()
+        doing.enter("between steps", step + 1)
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
 
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
@@ -185,6 +191,7 @@ class Replica:
         """Chunk after chunk, the model's own forward and backward. What is returned makes the tally that of all replicas."""
         work: Work | None = None
         for chunk in filled:
+            self.seat.activity.enter("chunk", chunk.step, chunk.index)
             data = self._data(chunk)
             with ExitStack() as around:
                 around.enter_context(self.statistics[0].chunk(partial(self._again, chunk, data)))
@@ -213,7 +220,10 @@ class Replica:
             self._begin_chunk(filled[microbatch], around, self.observer if watched else None)
 
         self.exchange.begin_last_chunk()
-        yield from staged.train([self._data(chunk) for chunk in filled], finish=finish, begin=begin, listener=self.recorder)
+        activity = self.seat.activity
+        activity.follow(staged.actions(len(filled)))
+        listener = Both(activity, self.recorder) if self.recorder else activity
+        yield from staged.train([self._data(chunk) for chunk in filled], finish=finish, begin=begin, listener=listener)
         yield from staged.add_up(self._tally.sums)
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:

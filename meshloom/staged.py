@@ -35,6 +35,7 @@ from meshloom.job import Job, LossFunction
 from meshloom.mesh import Axis
 from meshloom.pipeline.microbatches import Microbatches
 from meshloom.pipeline.run import Listener
+from meshloom.pipeline.schedule import Action
 from meshloom.pipeline.staging import Staging
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.state.buffers import RunningStatistics
@@ -77,6 +78,7 @@ class Staged:
         self._summed: list[tuple[str, nn.Parameter]] = []
         self._parameters: dict[str, nn.Parameter] = {}
         self._over_tp: dict[int, Counter[str]] = {}
+        self._actions: dict[int, tuple[Action, ...]] = {}  # number of microbatches -> in order
 
     @property
     def is_last(self) -> bool:
@@ -97,6 +99,12 @@ class Staged:
         self._model = model
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         self.statistics = {stage.number: RunningStatistics(model, self.seat.groups["dp"], changing=changed_in(stage)) for stage in self.stages}
+
+    def actions(self, num_microbatches: int) -> tuple[Action, ...]:
+        """What this rank does in a step of so many microbatches, in order."""
+        if num_microbatches not in self._actions:
+            self._actions[num_microbatches] = self.staging.schedule(num_microbatches).actions[self.pp.rank] if num_microbatches else ()
+        return self._actions[num_microbatches]
 
     def owned(self) -> list[tuple[str, nn.Parameter]]:
         """The trainable parameters that this rank updates, by name."""

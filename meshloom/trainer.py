@@ -13,10 +13,11 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from meshloom.comm.activity import Phase
 from meshloom.comm.record import Count
 from meshloom.comm.turns import Steps, advance_one, run_in_steps
 from meshloom.comm.values import collect
-from meshloom.errors import CheckpointError, JobError, MeshloomError, PlanError
+from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError
 from meshloom.job import Job
 from meshloom.launch import World, launched_plan, open_world
 from meshloom.mesh import Axis
@@ -108,6 +109,7 @@ class Trainer:
         self._timelines: list[Timeline] = []
         with self._stack as building:
             self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds))
+            self._enter("setting up")
             self.replicas = [Replica(job, self.plan, seat, dtype=dtype) for seat in self.world.local]
             for replica in self.replicas:
                 building.callback(replica.close)
@@ -119,11 +121,13 @@ class Trainer:
             self._checks = self._evaluations = 0
             self._clock = _Clock()
             self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}"))
+            self._enter("between steps")
             self._stack = building.pop_all()
 
     def batches(self) -> Iterator[Batch]:
         """This process's share of every global batch that is left, in order."""
         try:
+            self._enter("reading")
             self._readers = self.together(self._open_reader)
             while self.next_step < self.steps:
                 yield self._read()
@@ -138,11 +142,13 @@ class Trainer:
             replica.recorder = Recorder(replica.seat.device) if recorded else None
         self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
         self.next_step = batch.step + 1
+        self._enter("comparing")
         if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_identical(batch.step))
             self._checks += 1
         if self.plan.mesh.size > self.plan.dp and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_team(batch.step))
+        self._enter("between steps")
         self._clock.steps += time.monotonic() - started
         self._clock.held_up += self._held_up() - held_up
         self._clock.num_steps += 1
@@ -160,17 +166,21 @@ class Trainer:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
         if self.job.evaluate is None:
             raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
+        self._enter("evaluating")
         if self._evaluation_data is None:
             self._evaluation_data = build_dataset(self.job.evaluate.data, self.job.seed)
         chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.readers) for replica in self.replicas]
         self._evaluations += 1
-        return self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
+        values = self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
+        self._enter("between steps")
+        return values
 
     def save(self) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; its path."""
         if self.out is None:
             raise CheckpointError("There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY.")
         out = self.out
+        self._enter("saving")
 
         def write(replica: Replica) -> Steps[Path]:
             pieces, values = yield from replica.optimizer_state()
@@ -188,7 +198,9 @@ class Trainer:
             )
             return path
 
-        return self.together(write)[0]
+        path = self.together(write)[0]
+        self._enter("between steps")
+        return path
 
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
@@ -266,7 +278,13 @@ class Trainer:
         self._stack.__exit__(kind, error, where)  # after an error the other ranks are not waited for
 
     def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
-        """Run one generator per local replica in lockstep, and return their results; errors say which rank."""
+        """Run one generator per local replica in lockstep, and return their results; errors say which rank, and what it was doing."""
+        try:
+            return self._in_lockstep(steps)
+        except PeerLostError as error:
+            raise PeerLostError(f"{error} It was {self.world.local[0].activity.now()}.") from error
+
+    def _in_lockstep(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
         # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
         turns = self.world.turns
         if (
@@ -284,7 +302,9 @@ class Trainer:
 
     def _read(self) -> Batch:
         started = time.monotonic()
+        self._enter("reading")
         shares = self.together(lambda replica: self._readers[self.replicas.index(replica)].read(self.next_step))
+        self._enter("between steps")
         self._clock.data += time.monotonic() - started
         return Batch(self.next_step, shares)
 
@@ -325,6 +345,10 @@ class Trainer:
             raise JobError(
                 "Job(model=...) returned the same module twice. Let the function build a new one at every call: every replica has its own."
             )
+
+    def _enter(self, phase: Phase) -> None:
+        for seat in self.world.local:
+            seat.activity.enter(phase, self.next_step)
 
     def _tell(self, call: Callable[[], None]) -> None:
         if self.world.main:

@@ -121,7 +121,9 @@ def test_a_rank_killed_with_9_is_named_although_others_notice_first(tmp_path: Pa
     command = write_script(tmp_path, JOINED, body)
     began = time.monotonic()
     assert run(command, 2) == 1
-    assert capfd.readouterr().err == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out).\n"
+    assert (
+        capfd.readouterr().err == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out) while running code of its own.\n"
+    )
     assert not left(command[-1])
     assert time.monotonic() - began < 30
 
@@ -239,12 +241,12 @@ def test_a_rank_killed_while_it_tells_something_is_named(tmp_path: Path, capfd: 
         wait()
     """
     assert run(write_script(tmp_path, TELL, half), 2) == 1
-    assert capfd.readouterr().err == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out).\n"
+    assert capfd.readouterr().err == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out) while starting.\n"
 
 
 def test_a_signal_without_a_name_has_its_number(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert run(write_script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 3)"), 1) == 1
-    assert capfd.readouterr().err == f"Rank 0 (dp=0) was killed by signal {signal.SIGRTMIN + 3}.\n"
+    assert capfd.readouterr().err == f"Rank 0 (dp=0) was killed by signal {signal.SIGRTMIN + 3} while starting.\n"
 
 
 def test_a_rank_that_ended_long_ago_is_sent_no_more_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

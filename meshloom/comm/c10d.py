@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.errors import CollectiveError, PeerLostError
 
@@ -41,12 +42,16 @@ class C10dGroup(Group):
     process_group: of torch.distributed, this process being a member.
     members: what to call each of its ranks in errors, like "rank 3 (dp=3)".
     device: where a barrier's element lies; with a backend for both, tensors of any device can be handed in.
+    activity: where this rank writes that it waits. After a wait that failed it still says so.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, members: Sequence[str], device: torch.device | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, members: Sequence[str], device: torch.device | None = None, activity: Activity | None = None
+    ) -> None:
         self._process_group = process_group
         self._members = tuple(members)
         self._device = device or torch.device("cpu")
+        self._activity = activity or Activity()
         self._aborted = False
 
     @property
@@ -164,6 +169,11 @@ class C10dGroup(Group):
 
     def wait_for(self, work: dist.Work, what: str, glance: bool) -> None:
         """Wait for an operation of this group, looking at the store for a rank that left if `glance`."""
+        self._activity.waits()
+        self._wait(work, what, glance)
+        self._activity.goes_on()
+
+    def _wait(self, work: dist.Work, what: str, glance: bool) -> None:
         with self._explained(what):
             while glance:
                 self._check_aborted(what)

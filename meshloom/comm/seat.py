@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.mesh import Axis, Place
@@ -31,3 +32,5 @@ class Seat(Protocol):
     def team(self) -> Group | None: ...  # this replica's ranks in order of pp, then of tp, likewise, if there are several
     @property
     def readers(self) -> Group: ...  # the ranks along dp, likewise
+    @property
+    def activity(self) -> Activity: ...  # where the rank writes what it is doing

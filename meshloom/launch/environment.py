@@ -38,6 +38,12 @@ def report_descriptor() -> int | None:
     return None if descriptor is None else int(descriptor)
 
 
+def activity_descriptor() -> int | None:
+    """The file of one page in which our launcher reads what this rank is doing; None if there is none."""
+    descriptor = os.environ.get("MESHLOOM_ACTIVITY_FD")
+    return None if descriptor is None else int(descriptor)
+
+
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -142,6 +148,6 @@ def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: s
     return {**replaceable, **os.environ, **told}
 
 
-def with_report(environment: Mapping[str, str], descriptor: int) -> dict[str, str]:
-    """`environment` of a rank that reports to its launcher on `descriptor`."""
-    return {**environment, "MESHLOOM_REPORT_FD": str(descriptor)}
+def with_report(environment: Mapping[str, str], descriptor: int, activity: int) -> dict[str, str]:
+    """`environment` of a rank that reports to its launcher on `descriptor`, and writes what it is doing to the file `activity`."""
+    return {**environment, "MESHLOOM_REPORT_FD": str(descriptor), "MESHLOOM_ACTIVITY_FD": str(activity)}

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import mmap
+import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
+from meshloom.comm.activity import PAGE_BYTES, Activity, is_page
 from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.turns import Turns
 from meshloom.errors import DeviceError, PeerLostError
 from meshloom.launch.devices import Kind
-from meshloom.launch.environment import Seat, cores, launched_devices
+from meshloom.launch.environment import Seat, activity_descriptor, cores, launched_devices
 from meshloom.launch.failure import leave, report_failure
-from meshloom.launch.telling import tell
+from meshloom.launch.telling import STACK_SIGNAL, tell
 from meshloom.launch.wording import counted, rank_name, used_axes, visible_gpus
 from meshloom.launch.world import LocalRank, World
 from meshloom.mesh import Mesh
@@ -31,6 +37,8 @@ FAREWELL_SECONDS = 5.0  # how long a rank that is done waits for the others befo
 def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
     """Meet the other ranks in the store, agree on devices, connect. Raises `PeerLostError` if they do not come within `timeout`."""
     tell({"event": "joining"})
+    activity = _open_activity()
+    activity.enter("joining")
     try:
         ours = not dist.is_initialized()  # otherwise the user's own script has done that
         store = _meeting_place(seat, timeout) if ours else dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -52,7 +60,7 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
                 if seat.rank in ranks:
                     assert isinstance(process_group, dist.ProcessGroup)
                     made.append(process_group)
-                    mine = C10dGroup(process_group, [rank_name(rank, mesh) for rank in ranks], device if "nccl" in backend else None)
+                    mine = C10dGroup(process_group, [rank_name(rank, mesh) for rank in ranks], device if "nccl" in backend else None, activity)
             assert mine
             return mine
 
@@ -66,6 +74,7 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
             world=world,
             team=connect(mesh.teams(), "gloo") if mesh.size > mesh.dp else None,
             readers=connect(mesh.groups("dp"), "gloo") if mesh.size > mesh.dp else world,
+            activity=activity,
         )
     except (RuntimeError, OSError) as error:
         how = " ".join(str(error).split())[:300]
@@ -79,8 +88,23 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
         used = f"{counted(torch.get_num_threads(), 'thread')} each"
     here = f"{seat.local_size} on each machine's" if seat.local_size < seat.size else "on"
     why = f"{kind}: {counted(seat.size, 'rank')} as processes {here} {counted(cores(), 'core')}, {used} ({reason})"
+    activity.enter("own code")
     tell({"event": "joined"})
     return World(mesh, [local], kind, why, Turns(), _parting(mesh, local, store, made, ours))
+
+
+def _open_activity() -> Activity:
+    """The page that our launcher has made for this rank, if there is one."""
+    descriptor = activity_descriptor()
+    if descriptor is not None:
+        with suppress(OSError, ValueError):  # a program that a rank has started inherits the variable, and the number may be another file's
+            if os.fstat(descriptor).st_nlink == 0 and os.fstat(descriptor).st_size == PAGE_BYTES:
+                page = memoryview(mmap.mmap(descriptor, PAGE_BYTES))
+                if is_page(page):
+                    if signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:  # the user's own handler stays
+                        faulthandler.register(STACK_SIGNAL, all_threads=False)
+                    return Activity(page)
+    return Activity()
 
 
 def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, made: list[dist.ProcessGroup], ours: bool) -> Callable[[bool], None]:

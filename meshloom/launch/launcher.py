@@ -18,24 +18,28 @@ import torch.distributed as dist
 
 from meshloom.launch.environment import rank_environment
 from meshloom.launch.guard import Guard
+from meshloom.launch.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWatch, process_state
 from meshloom.launch.rank_process import RankProcess
 from meshloom.launch.wording import capital, rank_name
 from meshloom.mesh import Mesh
 
 CAUSE_SECONDS = 1.5  # how long the launcher waits for the cause, once a rank has reported that another one is gone
+STACK_SECONDS = 0.5  # that a rank which hangs is given to print where
 GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
 
 
-def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str) -> int:
+def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str, hang_seconds: float = DEFAULT_SECONDS) -> int:
     """Run `command` once per rank, as processes of this machine, until all have ended; the exit code.
 
     devices: "cuda" or "cpu", as `choose_devices` said; ranks find it, and the plan, in their environment.
+    hang_seconds: how long a rank may hang before the run is ended; 0: for ever. See hang.py.
     stdout is rank 0's; what the others print goes to stderr, with their rank. The first failure ends all ranks and is printed to
     stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129. No process of the ranks is left, whatever happens.
     """
     with _noted_signals() as signals:
         with Guard() as guard, _Ranks(guard) as ranks:
-            outcome = ranks.start(command, mesh, devices, plan_text, signals) or ranks.watch(signals)
+            hang = HangWatch(mesh, hang_seconds) if hang_seconds else None
+            outcome = ranks.start(command, mesh, devices, plan_text, signals) or ranks.watch(signals, hang)
             ranks.end(signals)
         if outcome.text:
             with suppress(OSError):  # the terminal is gone; the exit code still says it
@@ -107,8 +111,9 @@ class _Ranks:
                 self._selector.register(descriptor, selectors.EVENT_READ, rank)
         return None
 
-    def watch(self, signals: list[int]) -> _Outcome:
-        """Pass on what the ranks say until all have ended, one has failed, or a signal came."""
+    def watch(self, signals: list[int], hang: HangWatch | None) -> _Outcome:
+        """Pass on what the ranks say until all have ended, one has failed or hangs, or a signal came."""
+        looked = time.monotonic()
         while True:
             self._listen(0.05)
             self._bury_ended()
@@ -116,6 +121,19 @@ class _Ranks:
                 return outcome
             if all(rank.exit_code == 0 for rank in self._ranks):
                 return _Outcome(0)
+            if hang and time.monotonic() >= looked + LOOK_SECONDS and not any(rank.failure for rank in self._ranks):
+                looked = time.monotonic()
+                if hung := hang.look(looked, [rank.doing() for rank in self._ranks], [process_state(rank.group) for rank in self._ranks]):
+                    if not hung.is_stopped:
+                        self._show_stack(self._ranks[hung.rank])
+                    return _Outcome(1, hung.text)
+
+    def _show_stack(self, rank: RankProcess) -> None:
+        """Let a rank print where its Python is, and pass that on."""
+        rank.ask_for_stack()
+        until = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < until:
+            self._listen(0.05)
 
     def _listen(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
@@ -148,6 +166,7 @@ class _Ranks:
         """End all processes: ask, wait a little (not after a second signal), kill."""
         for rank in self._ranks:
             rank.send(signal.SIGTERM)
+            rank.send(signal.SIGCONT)  # one that is stopped would not hear it
         deadline = time.monotonic() + GRACE_SECONDS
         while any(rank.exit_code is None for rank in self._ranks) and time.monotonic() < deadline and len(signals) < 2:
             self._listen(0.02)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from meshloom.comm.activity import PAGE_BYTES, Snapshot, new_page, read
 from meshloom.launch.environment import with_report
 from meshloom.launch.failure import Failure
+from meshloom.launch.telling import STACK_SIGNAL
 
 CHUNK_BYTES = 1 << 16
 PIPE_BYTES = 1 << 20  # what a pipe can hold at most, as Linux is usually set
@@ -35,15 +39,17 @@ class RankProcess:
         self.failed_at = 0.0
         self.exit_code: int | None = None
         self._number = number
+        page = _page_file()
         here, there = os.pipe()
         try:
+            self._memory = mmap.mmap(page, PAGE_BYTES)
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=None if number == 0 else subprocess.PIPE,
                 stderr=None if number == 0 else subprocess.STDOUT,
-                env=with_report(environment, there),
-                pass_fds=[there],
+                env=with_report(environment, there, page),
+                pass_fds=[there, page],
                 start_new_session=True,
             )
         except BaseException:
@@ -51,6 +57,7 @@ class RankProcess:
             raise
         finally:
             os.close(there)
+            os.close(page)
         self._report = _Lines(here)
         self._output = _Lines(self._process.stdout.fileno()) if self._process.stdout else None
 
@@ -58,6 +65,11 @@ class RankProcess:
     def group(self) -> int:
         """The process group that it leads."""
         return self._process.pid
+
+    def doing(self) -> Snapshot | None:
+        """What it has written that it does, or did when it ended; None if it is just writing."""
+        with memoryview(self._memory) as page:
+            return read(page)
 
     @property
     def descriptors(self) -> list[int]:
@@ -77,6 +89,12 @@ class RankProcess:
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
                 os.killpg(self.group, number)
 
+    def ask_for_stack(self) -> None:
+        """Let the process itself, not its children, print the stack of its main thread (`joining.py` has prepared it for that)."""
+        if self.exit_code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.group, STACK_SIGNAL)
+
     def bury_if_ended(self, wait: bool = False) -> bool:
         """Whether it has ended since the last call: then what it leaves behind has been ended too, and its last words have been heard."""
         if self.exit_code is not None or (self._process.wait() if wait else self._process.poll()) is None:
@@ -88,10 +106,11 @@ class RankProcess:
                 if not lines or not self._take(lines):
                     break
         if self.exit_code and self.failure is None:
-            message = f"ended with exit code {self.exit_code}, and did not say why"
+            doing = f" while {self.doing()}"
+            message = f"ended with exit code {self.exit_code}{doing}, and did not say why"
             if self.exit_code < 0:
                 hint = " (the system does that when memory runs out)" if -self.exit_code == signal.SIGKILL else ""
-                message = f"was killed by {_signal_name(-self.exit_code)}{hint}"
+                message = f"was killed by {_signal_name(-self.exit_code)}{hint}{doing}"
             self._note(Failure(who=self.name, kind="", message=f"{message}.", line="", traceback="", consequence=False, exit_code=1))
         return True
 
@@ -103,6 +122,7 @@ class RankProcess:
         if self._process.stdout:
             self._process.stdout.close()
         os.close(self._report.descriptor)
+        self._memory.close()
 
     def _take(self, lines: _Lines) -> bool:
         """Whether there was something to take."""
@@ -158,6 +178,17 @@ class _Lines:
         self.ended = not text
         *lines, self.rest = (self.rest + text).split(b"\n")
         return None if self.ended else lines
+
+
+def _page_file() -> int:
+    """The descriptor of a file of one page that has no name, so that nothing of it stays."""
+    if hasattr(os, "memfd_create"):  # its pages are never written to a disk, which would hold up whoever writes to them
+        descriptor = os.memfd_create("activity")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.write(descriptor, new_page())
+    return descriptor
 
 
 def _signal_name(number: int) -> str:

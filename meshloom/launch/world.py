@@ -5,11 +5,12 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
 
+from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.turns import Turns
@@ -25,6 +26,7 @@ class LocalRank:
     statistics: the ranks of `groups["dp"]` on a communicator of its own, for batch statistics in the middle of forward and backward.
     world: all ranks, for control messages on the CPU; not counted.
     team: the ranks of this replica in order of pp, then of tp, likewise, if there are several. readers: the ranks of `groups["dp"]`, likewise.
+    activity: where the rank writes what it is doing.
     """
 
     rank: int
@@ -35,6 +37,7 @@ class LocalRank:
     world: Group
     team: Group | None
     readers: Group
+    activity: Activity = field(default_factory=Activity)
 
 
 class World:

@@ -87,7 +87,7 @@ class Microbatches:
         self._readiness = known.readiness
         known.readiness.begin()
         try:
-            known.run.run(_Both(known.readiness, listener) if listener else known.readiness)
+            known.run.run(Both(known.readiness, listener) if listener else known.readiness)
         finally:
             self._readiness = None
             self._end(known)
@@ -222,7 +222,9 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 @dataclass(frozen=True)
-class _Both:
+class Both:
+    """Two listeners as one."""
+
     first: Listener
     second: Listener
 

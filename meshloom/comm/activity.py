@@ -1,0 +1,196 @@
+"""What a rank is doing at this moment, written where another process can read it, also after the rank was killed.
+
+    a rank      enter("saving", 12)   began(1F3)   waits()   goes_on()   ended(1F3)       about a microsecond each, no system call
+                      |
+    a record of 80 bytes: private, or in a page of shared memory that the launcher has made
+                      |
+    launcher    read(page) -> Snapshot -> "computing 1F3 of step 12 (stage 1, forward of microbatch 3)"
+
+Times are of the monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+Phase = Literal[
+    "starting", "joining", "own code", "setting up", "between steps", "reading", "preparing", "chunk", "before", "computing",
+    "exchanging", "updating", "comparing", "evaluating", "saving",
+]  # fmt: skip
+PHASES: tuple[Phase, ...] = get_args(Phase)
+PAGE_BYTES = 4096
+KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+WARM_UP_STEPS = 2  # their actions are not typical: memory is touched for the first time, kernels are chosen
+
+_MARK = b"meshloom activity 1".ljust(24, b"\0")
+_RECORD = struct.Struct("=5q2d")  # phase, step, stage, kind, microbatch, since, longest
+_START = len(_MARK)
+_WAITS, _MOVED = (_START + _RECORD.size) // 8, (_START + _RECORD.size) // 8 + 1  # as numbers of doubles
+
+
+class ActionLike(Protocol):
+    """A piece of a rank's work in a pipeline, as `pipeline/schedule.py` has it."""
+
+    @property
+    def stage(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def microbatch(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a rank was doing when somebody looked.
+
+    step: the batch's number; in "between steps", "comparing", "evaluating" and "saving" how many steps are done.
+    stage, kind, microbatch: of the action, in "computing" and "before"; of "chunk", microbatch is the chunk's number in the batch.
+    since: when this began. moved: when the rank last began something, or stopped to wait within it. waits: for another rank, now.
+    longest_seconds: that an action of this stage and kind took at most; 0: not known yet.
+    """
+
+    phase: Phase
+    step: int
+    stage: int
+    kind: str
+    microbatch: int
+    since: float
+    moved: float
+    waits: bool
+    longest_seconds: float
+
+    def __str__(self) -> str:
+        """As in "while ..." and "it was ...".
+
+        >>> str(Snapshot(phase="computing", step=12, stage=1, kind="F", microbatch=3, since=0, moved=0, waits=False, longest_seconds=0))
+        'computing 1F3 of step 12 (stage 1, forward of microbatch 3)'
+        """
+        step, waiting = self.step, ", waiting for another rank" if self.waits else ""
+        match self.phase:
+            case "before":
+                return f"{'waiting' if self.waits else 'about to go on'} before {self._action()}"
+            case "computing":
+                return f"computing {self._action()}{waiting}"
+            case "chunk":
+                return f"computing chunk {self.microbatch} of step {step}{waiting}"
+            case "between steps":
+                return (f"between steps {step - 1} and {step}" if step else "about to begin step 0") + waiting
+            case "comparing" | "evaluating" | "saving":
+                what = {"comparing": "comparing the ranks", "evaluating": "evaluating", "saving": "saving"}[self.phase]
+                return f"{what} after {step} step{'s' * (step != 1)}{waiting}"
+            case "starting":
+                return "starting"
+            case "joining":
+                return "joining the other ranks"
+            case "own code":
+                return f"running code of its own{waiting}"
+            case "setting up":
+                return f"setting up{waiting}"
+            case "reading":
+                return f"reading the data of step {step}{waiting}"
+            case "preparing":
+                return f"preparing step {step}{waiting}"
+            case "exchanging":
+                return f"exchanging the gradients of step {step}{waiting}"
+            case "updating":
+                return f"updating the parameters in step {step}{waiting}"
+
+    def _action(self) -> str:
+        return (
+            f"{self.stage}{self.kind}{self.microbatch} of step {self.step} (stage {self.stage}, {KINDS[self.kind]} of microbatch {self.microbatch})"
+        )
+
+
+class Activity:
+    """Where a rank writes what it is doing. It is a listener of pipeline runs too.
+
+    page: `PAGE_BYTES` bytes that `new_page` has marked; None: nobody looks on but this process.
+    """
+
+    def __init__(self, page: memoryview | None = None) -> None:
+        self._page = memoryview(new_page()) if page is None else page
+        self._doubles = self._page.cast("d")
+        self._step = 0
+        self._next: list[ActionLike] = []  # of the run under way, the last one first
+        self._runs = 0
+        self._began = 0.0
+        self._longest: dict[tuple[int, str], float] = {}
+
+    def enter(self, phase: Phase, step: int = 0, microbatch: int = 0) -> None:
+        """Something else than an action begins."""
+        self._step = step
+        _RECORD.pack_into(self._page, _START, PHASES.index(phase), step, 0, 0, microbatch, time.monotonic(), 0.0)
+        self._doubles[_WAITS] = 0.0
+
+    def follow(self, actions: Sequence[ActionLike]) -> None:
+        """A run of these actions comes, in the step that was entered last."""
+        self._next = list(reversed(actions))
+        self._runs += 1
+        if self._next:
+            self._write(_BEFORE, self._next[-1], time.monotonic())
+
+    def began(self, action: ActionLike) -> None:
+        """What the action needs is there."""
+        self._began = time.monotonic()
+        self._write(_COMPUTING, action, self._began)
+
+    def ended(self, action: ActionLike) -> None:
+        """It has run; the next one comes, or the messages that it needs are waited for."""
+        now = time.monotonic()
+        if self._runs > WARM_UP_STEPS:
+            key = action.stage, action.kind
+            self._longest[key] = max(self._longest.get(key, 0.0), now - self._began)
+        if self._next:
+            self._next.pop()
+        if self._next:
+            self._write(_BEFORE, self._next[-1], now)
+
+    def waits(self) -> None:
+        """From now on this rank waits for another one."""
+        self._doubles[_WAITS] = time.monotonic()
+
+    def goes_on(self) -> None:
+        """What it waited for has come."""
+        self._doubles[_WAITS] = 0.0
+        self._doubles[_MOVED] = time.monotonic()
+
+    def now(self) -> Snapshot:
+        """What this rank itself has written."""
+        snapshot = read(self._page)
+        assert snapshot
+        return snapshot
+
+    def _write(self, phase: int, action: ActionLike, now: float) -> None:
+        longest = self._longest.get((action.stage, action.kind), 0.0)
+        _RECORD.pack_into(self._page, _START, phase, self._step, action.stage, ord(action.kind), action.microbatch, now, longest)
+
+
+_BEFORE, _COMPUTING = PHASES.index("before"), PHASES.index("computing")
+
+
+def new_page() -> bytearray:
+    """What a page holds before its rank has written anything."""
+    return bytearray(_MARK.ljust(PAGE_BYTES, b"\0"))
+
+
+def is_page(page: memoryview) -> bool:
+    """Whether `new_page` has made what lies there."""
+    return len(page) == PAGE_BYTES and bytes(page[:_START]) == _MARK
+
+
+def read(page: memoryview) -> Snapshot | None:
+    """What is written there; None if the rank is just writing. What a dead rank has left can always be read."""
+    for _ in range(3):  # a write in between shows as a difference
+        seen, again = bytes(page[_START : (_MOVED + 1) * 8]), bytes(page[_START : (_MOVED + 1) * 8])
+        if seen == again:
+            phase, step, stage, kind, microbatch, since, longest = _RECORD.unpack_from(seen)
+            waits, moved = struct.unpack_from("=2d", seen, _RECORD.size)
+            return Snapshot(
+                phase=PHASES[phase], step=step, stage=stage, kind=chr(kind), microbatch=microbatch,
+                since=since, moved=max(since, moved, waits), waits=waits > 0.0, longest_seconds=longest,
+            )  # fmt: skip
+    return None

@@ -1,0 +1,87 @@
+"""Runs of the command line that are killed, for the tests of that."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+SECONDS_TO_TELL = 10.0
+
+
+def command(job: str, plan: str, out: Path, *more: str) -> list[str]:
+    """Train the job of a file of the tests on processes."""
+    file = str(Path(__file__).with_name(job))
+    return [sys.executable, "-m", "meshloom", "train", file, "--plan", plan, "--devices", "cpu", "--out", str(out), *more]
+
+
+@contextmanager
+def running(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A run that ends with the test."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate()
+
+
+def ranks(launcher: psutil.Process) -> dict[int, psutil.Process]:
+    """The rank processes that there are, by rank."""
+    found: dict[int, psutil.Process] = {}
+    for child in launcher.children(recursive=True):
+        try:
+            rank = child.environ().get("RANK")
+            if rank is not None and os.getpgid(child.pid) == child.pid:
+                found[int(rank)] = child
+        except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+            continue
+    return found
+
+
+def kill_a_rank(process: subprocess.Popen[str], chooser: random.Random) -> tuple[int, float]:
+    """Kill one of the ranks there are, waiting for the first to appear; which, and when."""
+    launcher = psutil.Process(process.pid)
+    while not (there := ranks(launcher)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)  # a moment to look again, not one to wait for something
+    rank = chooser.choice(sorted(there))
+    there[rank].kill()
+    return rank, time.monotonic()
+
+
+def told(process: subprocess.Popen[str]) -> tuple[str, float]:
+    """What the run says until it ends, and when."""
+    _, errors = process.communicate(timeout=60)
+    return errors, time.monotonic()
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
+    """Until there is one."""
+    while not list(out.glob("step-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def steps_after_resume(words: list[str], out: Path) -> tuple[int, int]:
+    """Resume the run of `words` for five steps: (where it began, where it ended)."""
+    newest = max(int(path.name.removeprefix("step-")) for path in out.glob("step-*"))
+    done = subprocess.run([*words, "--resume", str(out), "--steps", str(newest + 5), "--json", "-"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    return events[0]["step"], [event["step"] for event in events if event["event"] == "step"][-1]
+
+
+def assert_nothing_left(out: Path) -> None:
+    """No process of this run."""
+    left = [process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])]
+    assert not left, left

@@ -1,0 +1,258 @@
+"""kill -9, SIGSTOP, or a loop without an end in the middle of a pipeline: named with rank, place and action, nothing left, and the run goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from meshloom.errors import PeerLostError
+from meshloom.plan import Plan
+from meshloom.trainer import Trainer
+from tests.jobs import make_job
+from tests.killing import SECONDS_TO_TELL, assert_nothing_left, command, kill_a_rank, ranks, running, steps_after_resume, told, wait_for_checkpoint
+from tests.processes import on_ranks
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("silent_export")]
+ACTION = r"(computing|waiting before|about to go on before) (?P<stage>\d)[FB]\d of step \d+ \(stage (?P=stage), (forward|backward) of microbatch \d\)"
+QUICK = "pp=2,microbatches=4"
+GRIDS = ("dp=2,pp=2,microbatches=4", "pp=2,tp=2,microbatches=4")
+
+
+def words(plan: str, out: Path, *more: str) -> list[str]:
+    return command("pipeline_kill_job.py", plan, out, *more)
+
+
+@contextmanager
+def troubled(words: list[str], file: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run whose job gets into the trouble that is written to `file`."""
+    os.environ["MESHLOOM_TESTS_TROUBLE"] = str(file)
+    try:
+        with running(words) as process:
+            yield process
+    finally:
+        del os.environ["MESHLOOM_TESTS_TROUBLE"]
+
+
+def name_of(rank: int, plan: str) -> str:
+    return rf"Rank {rank} \({Plan.parse(plan).mesh.place(rank)}\)"
+
+
+def newest(out: Path) -> int:
+    return max((int(path.name.removeprefix("step-")) for path in out.glob("step-*")), default=0)
+
+
+def wait_for_a_later_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
+    """Until the run has got on."""
+    before = newest(out)
+    while newest(out) == before:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def begin_trouble(file: Path, text: str) -> None:
+    """Let the run get into trouble at its next chance."""
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").rename(file)  # nobody reads half of it
+
+
+def wait_for_trouble(process: subprocess.Popen[str], file: Path, text: str) -> None:
+    """Let the run get into trouble that lasts for some seconds; until it has begun."""
+    begin_trouble(file, text)
+    while file.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def test_a_rank_killed_in_an_action_is_named_with_it(tmp_path: Path):
+    out, file = tmp_path / "run", tmp_path / "trouble"
+    with troubled(words(QUICK, out), file) as process:
+        wait_for_checkpoint(process, out)
+        wait_for_trouble(process, file, "1 60")  # asleep, in the middle of the pipeline
+        ranks(psutil.Process(process.pid))[1].kill()
+        errors, _ = told(process)
+    assert process.returncode == 1
+    pattern = rf"{name_of(1, QUICK)} was killed by SIGKILL \(the system does that when memory runs out\) while computing 1F\d of step \d+ \(stage 1, "
+    assert re.search(pattern, errors), errors
+    assert_nothing_left(out)
+
+
+def test_a_rank_that_loops_for_ever_in_the_loss_is_named_with_its_action(tmp_path: Path):
+    out, file = tmp_path / "run", tmp_path / "trouble"
+    with troubled(words(QUICK, out, "--hang-seconds", "2"), file) as process:
+        wait_for_checkpoint(process, out)
+        begin_trouble(file, "0 loop")
+        errors, _ = told(process)
+    assert process.returncode == 1
+    assert re.search(rf"{name_of(0, QUICK)} has been computing 0F\d of step \d+ .* the other ranks of its replica wait for it", errors), errors
+    assert re.search(r'pipeline_kill_job.py", line \d+ in trouble', errors), errors  # its stack
+    assert_nothing_left(out)
+
+
+def _lost_peer() -> str:
+    """Rank 1 ends within an action of the second step; what rank 0 says of it."""
+    job, seen = replace(make_job("mlp", "sgd"), batch_size=12), list[str]()
+
+    class Leaving:
+        def began(self, action: Any) -> None:
+            seen.append(str(action))
+            if len(seen) > 8 and str(action) == "1F1":
+                os._exit(1)
+
+        def ended(self, action: Any) -> None:
+            pass
+
+    with Trainer(job, "pp=2,microbatches=4", devices="cpu", timeout_seconds=60) as trainer:
+        if trainer.world.local[0].rank == 1:
+            trainer.replicas[0].listener = Leaving()
+        try:
+            for batch in trainer.batches():
+                trainer.step(batch)
+        except PeerLostError as error:
+            trainer.world.abort()
+            return str(error)
+    return "nothing was lost"
+
+
+def test_who_loses_a_peer_says_before_which_action_also_without_our_launcher():
+    said, _ = on_ranks(_lost_peer, 2, may_die=[1])
+    assert re.search(r"rank 0 \(dp=0\) lost rank 1 \(dp=0,pp=1\) in .* It was " + ACTION, said), said
+    assert "of step 1 " in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plan", GRIDS)
+def test_ten_kills_at_random_moments(plan: str, tmp_path: Path):
+    chooser, out, phases = random.Random(plan), tmp_path / "run", list[str]()
+    for attempt in range(10):
+        more = ["--resume", str(out)] if newest(out) else []
+        with running(words(plan, out, *more)) as process:
+            if attempt % 2:  # in the middle of the run
+                wait_for_a_later_checkpoint(process, out)
+                deadline = time.monotonic() + chooser.uniform(0.0, 0.5)
+            else:
+                deadline = time.monotonic() + chooser.uniform(0.0, 15.0)
+            while time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.001)
+            rank, at = kill_a_rank(process, chooser)
+            errors, ended = told(process)
+        assert process.returncode == 1, errors
+        assert ended - at < SECONDS_TO_TELL
+        found = re.search(rf"{name_of(rank, plan)} was killed by SIGKILL.* while (.+)\.\n", errors)
+        assert found, errors
+        phases.append(found[1])
+        assert_nothing_left(out)
+    print(*phases, sep="\n")
+    assert len({phase.partition(" ")[0] for phase in phases}) >= 3, phases  # starting, setting up, computing, waiting, saving, ...
+    began, last = steps_after_resume(words(plan, out), out)
+    assert began > 0 and last == began + 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(rank: int, tmp_path: Path):
+    out, plan = tmp_path / "run", GRIDS[0]
+    with running(words(plan, out)) as process:
+        wait_for_checkpoint(process, out)
+        while not [path for path in out.iterdir() if not path.name.startswith("step-")]:  # one that is being written
+            assert process.poll() is None, process.communicate()
+        ranks(psutil.Process(process.pid))[rank].kill()
+        at = time.monotonic()
+        errors, ended = told(process)
+    assert ended - at < SECONDS_TO_TELL
+    assert re.search(rf"{name_of(rank, plan)} was killed by SIGKILL.* while ", errors), errors
+    assert_nothing_left(out)
+    began, last = steps_after_resume(words(plan, out), out)
+    assert began > 0 and last == began + 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_launcher_killed_while_a_rank_hangs_leaves_nothing(tmp_path: Path):
+    out, file = tmp_path / "run", tmp_path / "trouble"
+    with troubled(words(GRIDS[0], out), file) as process:
+        wait_for_checkpoint(process, out)
+        begin_trouble(file, "1 loop")
+        time.sleep(1.0)
+        process.kill()
+        process.communicate()
+        gone = time.monotonic()
+        while [each for each in psutil.process_iter(["cmdline"]) if str(out) in (each.info["cmdline"] or [])]:
+            assert time.monotonic() - gone < SECONDS_TO_TELL
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("plan", GRIDS)
+def test_five_hangs_within_ten_seconds(plan: str, tmp_path: Path):
+    """Each rank in turn loops in the loss or is stopped, with the setting as it comes."""
+    chooser, out, mesh = random.Random(plan), tmp_path / "run", Plan.parse(plan).mesh
+    for attempt in range(5):
+        file, rank = tmp_path / f"trouble-{attempt}", attempt % mesh.size
+        with troubled(words(plan, out, *(["--resume", str(out)] if attempt else [])), file) as process:
+            wait_for_a_later_checkpoint(process, out)
+            time.sleep(chooser.uniform(0.0, 0.5))
+            if attempt % 2:
+                ranks(psutil.Process(process.pid))[rank].send_signal(signal.SIGSTOP)
+            else:
+                begin_trouble(file, f"{rank} loop")
+            at = time.monotonic()
+            errors, ended = told(process)
+        assert process.returncode == 1, errors
+        what = "has been stopped \\(SIGSTOP\\) for \\d+ s while" if attempt % 2 else "has been computing \\dF\\d of step"
+        assert re.search(rf"{name_of(rank, plan)} {what}", errors), errors
+        assert ended - at < SECONDS_TO_TELL, (rank, ended - at)
+        assert_nothing_left(out)
+    began, last = steps_after_resume(words(plan, out), out)
+    assert began > 0 and last == began + 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_action_that_is_slow_once_passes(tmp_path: Path):
+    """Five seconds where it usually takes milliseconds, on a machine that others use too."""
+    out, file, plan = tmp_path / "run", tmp_path / "trouble", GRIDS[0]
+    burners = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2)]
+    try:
+        with troubled(words(plan, out), file) as process:
+            wait_for_checkpoint(process, out)
+            for rank in (0, 3):
+                wait_for_trouble(process, file, f"{rank} 5")
+                wait_for_a_later_checkpoint(process, out)
+                wait_for_a_later_checkpoint(process, out)
+            process.terminate()
+            errors, _ = told(process)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "has been" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_is_said_of_a_hang_when_that_is_turned_off(tmp_path: Path):
+    out, file = tmp_path / "run", tmp_path / "trouble"
+    with troubled(words(QUICK, out, "--hang-seconds", "0"), file) as process:
+        wait_for_checkpoint(process, out)
+        begin_trouble(file, "1 loop")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=12.0)
+        process.terminate()
+        errors, _ = told(process)
+    assert process.returncode == 128 + signal.SIGTERM and "has been" not in errors
