@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from meshloom.graph.cut import CutChoice
 from meshloom.report.summary import TimeShares, Traffic
 
 SECONDS_BETWEEN_LINES = 2.0
@@ -99,6 +100,13 @@ def evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
 def saved_text(step: int, path: Path) -> str:
     """One line that says where a checkpoint is."""
     return f"step {step}  checkpoint: {path}"
+
+
+def stages_text(choice: CutChoice) -> str:
+    """One line that says where a model was cut, and how even the stages are."""
+    names = [" .. ".join(dict.fromkeys((each.module or "loss", each.last_module or "loss"))) for each in choice.stages]
+    slowest = max(range(len(names)), key=lambda number: choice.stages[number].seconds)
+    return f"{len(names)} stages: {' | '.join(names)}; the slowest, stage {slowest}, is {choice.imbalance:.0%} above the mean"
 
 
 def short(number: float) -> str:
