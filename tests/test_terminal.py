@@ -7,8 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
+from meshloom.graph.cut import CutChoice
+from meshloom.graph.intervals import StageCost
 from meshloom.report.summary import Traffic
-from meshloom.report.terminal import Terminal, duration, memory, progress_text, short
+from meshloom.report.terminal import Terminal, duration, memory, progress_text, short, stages_text
 
 
 def _terminal() -> tuple[Terminal, io.StringIO]:
@@ -56,3 +58,14 @@ def test_progress_without_tokens_leaves_them_out() -> None:
 )
 def test_numbers_are_short(function, value: float, text: str) -> None:  # type: ignore[no-untyped-def]
     assert function(value) == text
+
+
+def test_where_a_model_was_cut_is_one_line() -> None:
+    def stage(module: str, last_module: str, seconds: float) -> StageCost:
+        sizes = dict.fromkeys(
+            ("parameters", "parameter_bytes", "state_bytes", "kept_bytes", "sent_bytes", "returned_bytes", "received_bytes", "handed_back_bytes"), 0
+        )
+        return StageCost(module=module, last_module=last_module, forward_seconds=seconds, backward_seconds=0.0, later_seconds=0.0, **sizes)
+
+    choice = CutChoice(stage_of={}, stages=(stage("a", "b.0", 3.0), stage("b.1", "b.1", 4.0), stage("c", "", 2.0)), rank_bytes=(0, 0, 0))
+    assert stages_text(choice) == "3 stages: a .. b.0 | b.1 | c .. loss; the slowest, stage 1, is 33% above the mean"
