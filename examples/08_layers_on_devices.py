@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
@@ -33,7 +34,7 @@ BATCH = 256
 STEPS_PER_EPOCH, EPOCHS = 5, 4
 MICROBATCHES = 4
 PLAN = f"pp=2,microbatches={MICROBATCHES},cuts=second"
-TIMED_STEPS = 12
+TIMED_STEPS = 10
 
 
 class TwoParts(nn.Module):
@@ -132,9 +133,15 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def measured_seconds(plan: str) -> float:
-    """Median seconds of a step in CPU processes of one thread each, without the first."""
-    command = [sys.executable, "-m", "meshloom", "train", __file__, "--plan", plan, "--devices", "cpu", "--steps", str(TIMED_STEPS), "--json", "-"]
+def measured_on_one() -> float:
+    """Median seconds of a step of one device with one thread, in this process."""
+    with ml.Trainer(job, f"microbatches={MICROBATCHES}", devices="simulated", steps=TIMED_STEPS) as trainer:
+        return median([seconds_of(partial(trainer.step, batch)) for batch in trainer.batches()])
+
+
+def measured_on_two() -> float:
+    """The same of two CPU processes with one thread each, started by the command line."""
+    command = [sys.executable, "-m", "meshloom", "train", __file__, "--plan", PLAN, "--devices", "cpu", "--steps", str(TIMED_STEPS), "--json", "-"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
     rates = [record["samples_per_second"] for record in map(json.loads, done.stdout.splitlines()) if record["event"] == "step"]
     ends = [number * BATCH / rate for number, rate in enumerate(rates, 1)]  # the rate is of all steps so far
@@ -157,7 +164,7 @@ def speed_up() -> None:
     if (os.cpu_count() or 1) < 2:
         print("  measured: not here, as one core cannot run two ranks at the same time")
     else:
-        show("measured on CPU processes", measured_seconds(f"microbatches={m}"), measured_seconds(PLAN))
+        show("measured, two CPU processes", measured_on_one(), measured_on_two())
     print(f"\n  first {first * 1e3:.1f} ms, second {second * 1e3:.1f} ms a microbatch; a message {message * 1e3:.1f} ms ({rates.source})")
 
 
