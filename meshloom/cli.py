@@ -30,7 +30,7 @@ from meshloom.planner.links import measure_links
 from meshloom.report.description import description_records, print_description
 from meshloom.report.machine import machine_records, print_machine
 from meshloom.report.progress import Listener, Progress, Summary
-from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text, stages_text
+from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
 from meshloom.trainer import Trainer
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
@@ -166,7 +166,7 @@ def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     if division is not None and division.rates is not None:
         terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
     if staged and staged.staging.choice:
-        terminal.event(stages_text(staged.staging.choice))
+        terminal.stages_line(staged.staging.choice)
     records.write(
         "start", plan=str(plan), devices=trainer.world.kind, why=trainer.world.why, model=name, parameters=parameters,
         batch_size=job.batch_size, steps=trainer.steps, step=trainer.next_step,

@@ -48,6 +48,10 @@ class Terminal:
         self._finish_line()
         self._print(text)
 
+    def stages_line(self, choice: CutChoice) -> None:
+        """Where the model was cut."""
+        self.event(stages_text(choice))
+
     def bytes_table(self, predicted: Traffic, counted: Traffic) -> None:
         """Bytes that this rank handed to collectives, formula beside count."""
         axes = [axis for axis in counted.bytes if counted.bytes[axis] or predicted.bytes.get(axis)]
