@@ -1,4 +1,4 @@
-# make train      train the byte GPT on two CPU processes, then prove the plan equal to one device
+# make train      train the byte GPT on eight CPU processes (dp=2, pp=2, tp=2), then prove the plan equal to one device
 # make check      style, types, and the tests that start no processes
 # make test       the covering subset of all tests
 # make test-all   everything; AREA=launch limits it to tests/test_launch*.py
@@ -6,7 +6,7 @@
 PYTHON := .venv/bin/python
 READY := .venv/.meshloom-ready
 EXAMPLE := examples/01_gpt_bytes.py
-PLAN := dp=2,microbatches=2
+PLAN := dp=2,pp=2,tp=2,microbatches=2
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 
 .PHONY: train check types quick test test-all

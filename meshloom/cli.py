@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         verb.add_argument("--plan", help="like dp=4,microbatches=2 (default: one replica per GPU, or dp=1)")
         verb.add_argument(
-            "--memory", metavar="SIZE", help="what a rank may hold when the model is divided over tp, like 8GiB: the plan's memory_bytes"
+            "--memory", metavar="SIZE", help="what a rank may hold when the model is divided over pp or tp, like 8GiB: the plan's memory_bytes"
         )
         verb.add_argument("--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)")
         verb.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long a rank waits for another (default: 600)")

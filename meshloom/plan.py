@@ -143,7 +143,10 @@ class Plan:
         usual, any_more = SCHEDULES[self.schedule], self.schedule == "interleaved"
         if self.virtual_stages not in (0, usual) and not (any_more and self.virtual_stages > usual):
             allowed = f"{usual} or more" if any_more else usual
-            raise PlanError(f"virtual_stages={self.virtual_stages} does not go with schedule={self.schedule}, which has {allowed} on each rank.")
+            way_out = "Leave virtual_stages out." if any_more else "Leave virtual_stages out, or use schedule=interleaved."
+            raise PlanError(
+                f"virtual_stages={self.virtual_stages} does not go with schedule={self.schedule}, which has {allowed} on each rank. {way_out}"
+            )
         if self.cuts and len(self.cuts) != self.num_stages - 1:
             raise PlanError(
                 f"cuts={_text(self.cuts)} makes {len(self.cuts) + 1} stages, and pp={self.pp} with schedule={self.schedule} has {self.num_stages}. "

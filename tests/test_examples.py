@@ -111,3 +111,38 @@ def test_tensor_parallel_shows_one_product_twice_and_verifies_a_transformer(tmp_
     assert len(second) == 6
     assert sum(line.count("1 all_reduce") for line in second) == 4  # two forward, two backward
     assert not [line for line in second if "all_gather" in line or "reduce_scatter" in line or "all_to_all" in line]
+
+
+def test_layers_on_devices_send_what_is_predicted_and_lose_what_one_device_loses(tmp_path: Path):
+    first_half = f"import runpy; runpy.run_path({str(ROOT / 'examples/08_layers_on_devices.py')!r})['train_and_compare']()"
+    words = [line.split() for line in run("-c", first_half, cwd=tmp_path).stdout.splitlines()]
+    held = {line[2]: int(line[3].replace(",", "")) for line in words if line[:1] == ["rank"] and line[-1:] == ["parameters"]}
+    assert held == {"first": 64 * 1024 + 1024 + 1024 * 1024 + 1024, "second": 1024 * 1024 + 1024 + 1024 * 10 + 10}
+    epochs = [[float(word) for word in line] for line in words if len(line) == 4 and line[0].isdecimal()]
+    assert [int(epoch[0]) for epoch in epochs] == [1, 2, 3, 4]
+    assert all(two == pytest.approx(one, rel=1e-4) for _, two, one, _ in epochs)  # float32, sums in another order
+    assert epochs[-1][1] < 0.8 * epochs[0][1]
+    sent = [line[-2:] for line in words if line[2:3] == ["->"]]
+    assert sent == [[f"{1024 * 256 * 4:,}"] * 2] * 2
+
+
+@pytest.mark.slow  # starts the command line, which starts processes; what it measures depends on what else runs
+def test_layers_on_devices_show_bounds_beside_what_was_measured(tmp_path: Path):
+    words = [line.split() for line in run(str(ROOT / "examples/08_layers_on_devices.py"), cwd=tmp_path).stdout.splitlines()]
+    ratios = [float(line[-1]) for line in words if line[-2:-1] == ["="]]
+    assert len(ratios) in (3, 4)  # on one core nothing is measured
+    assert ratios[0] == 1.6  # 2 ranks, 4 microbatches: 2 * 4 / (4 + 1)
+    assert 0.5 < ratios[2] <= ratios[1] <= 2.0
+
+
+def test_the_grid_takes_one_devices_step(tmp_path: Path):
+    lines = run(str(ROOT / "examples/09_grid.py"), cwd=tmp_path).stdout.splitlines()
+    words = [line.split() for line in lines]
+    for name in ("loss", "norm of gradient", "parameters"):
+        differences = [float(line.split()[-1]) for line in lines if line.strip().startswith(name)]
+        assert len(differences) == 2 and max(differences) < 1e-10  # float64
+    whole = sum([8 * 32 + 32, 2 * (4 * 32 * 32 + 4 * 32 + 2 * 128 * 32 + 128 + 32 + 4 * 32), 32 * 10 + 10])
+    held = [[int(size.replace(",", "")) for size in line[::2]] for line in words if line[1:2] == ["held"]]
+    assert [len(row) for row in held] == [2, 2, 4, 4]
+    assert all(sum(row) == pytest.approx(whole, rel=0.06) and sum(row) >= whole for row in held)  # norms and some biases are on both ranks of tp
+    assert [line[-1] for line in words if line[:1] in (["dp"], ["pp"], ["tp"])] == ["none"] * 15

@@ -149,6 +149,10 @@ def test_mistakes_are_one_sentence():
         keyed(make_job("branch", "sgd"), "pp=2")
     with pytest.raises(PlanError, match=r"cuts=nowhere: no module of that name runs in the forward"):
         keyed(make_job("gpt", "sgd"), "pp=2,cuts=nowhere")
+    with pytest.raises(PlanError, match=r"cuts=block.1: no module of that name runs in the forward. Did you mean blocks.1\?"):
+        keyed(make_job("gpt", "sgd"), "pp=2,cuts=block.1")
+    with pytest.raises(PlanError, match=r"the model cannot be cut before embed, which runs first"):
+        keyed(make_job("gpt", "sgd"), "pp=2,cuts=embed")
     with pytest.raises(PlanError, match=r"The model can be cut at \d+ places, and 20 stages need 19"):
         keyed(make_job("mlp", "sgd"), "pp=20")
     with pytest.raises(JobError, match=r"looks at all parameters at once, and with pp=2 no rank has them all"):

@@ -120,10 +120,13 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("pp=2,schedule=round", "schedule=round is not known. Known: gpipe, 1f1b, interleaved, zb-h1, zb-v."),
         ("schedule=gpipe", "schedule=gpipe is for a pipeline, and pp=1. Use pp=2 or more, or leave schedule out."),
         ("cuts=blocks.1", "cuts=blocks.1 is for a pipeline, and pp=1. Use pp=2 or more, or leave cuts out."),
-        ("pp=2,virtual_stages=2", "virtual_stages=2 does not go with schedule=1f1b, which has 1 on each rank."),
+        (
+            "pp=2,virtual_stages=2",
+            "virtual_stages=2 does not go with schedule=1f1b, which has 1 on each rank. Leave virtual_stages out, or use schedule=interleaved.",
+        ),
         (
             "pp=2,schedule=interleaved,virtual_stages=1",
-            "virtual_stages=1 does not go with schedule=interleaved, which has 2 or more on each rank.",
+            "virtual_stages=1 does not go with schedule=interleaved, which has 2 or more on each rank. Leave virtual_stages out.",
         ),
         ("pp=3,cuts=blocks.1", "cuts=blocks.1 makes 2 stages, and pp=3 with schedule=1f1b has 3. Name 2 modules."),
         ("recompute=some", "recompute=some is not known. Known: none, full, selective."),

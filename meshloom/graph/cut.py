@@ -7,6 +7,7 @@ take, forward and backward, and what sending over its two ends takes (`intervals
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -171,6 +172,14 @@ def _stages_named(stages: Collection[int]) -> str:
     return f"stage {ordered[0]}" if len(ordered) == 1 else f"stages {', '.join(map(str, ordered))}"
 
 
+def _hint(cut: str, paths: Collection[str]) -> str:
+    """Modules that may have been meant: with a similar name, else those beside it."""
+    known = sorted({".".join(parts[:count]) for path in paths for parts in [path.split(".")] for count in range(1, len(parts) + 1)} - {""})
+    near = difflib.get_close_matches(cut, known, n=1, cutoff=0.8)
+    beside = [each for each in known if each.rpartition(".")[0] == cut.rpartition(".")[0]] or [each for each in known if "." not in each]
+    return f"Did you mean {near[0]}?" if near else f"There are {', '.join(beside[:8])}."
+
+
 def _given(line: Intervals, cuts: Sequence[str], limits: Limits, homes: Homes) -> list[int]:
     nodes = line.program.nodes
     if len(cuts) != limits.num_stages - 1:
@@ -179,14 +188,17 @@ def _given(line: Intervals, cuts: Sequence[str], limits: Limits, homes: Homes) -
     for cut in cuts:
         found = next((number for number, node in enumerate(nodes) if fnmatch.fnmatch(node.path, cut) or fnmatch.fnmatch(node.path, f"{cut}.*")), None)
         if found is None:
-            paths = list(dict.fromkeys(node.path.split(".")[0] for node in nodes if node.path))
-            raise PlanError(f"cuts={cut}: no module of that name runs in the forward. There are {', '.join(paths[:8])}.")
+            raise PlanError(f"cuts={cut}: no module of that name runs in the forward. {_hint(cut, {node.path for node in nodes})}")
         if ends and found <= ends[-1]:
             raise PlanError(f"cuts={'+'.join(cuts)}: {cut} runs before {cuts[len(ends) - 1]}. Name them in the order of the forward.")
         if found not in line.places:
             raise PlanError(
                 f"cuts={cut}: the model cannot be cut before {cut}"
-                + (", which runs first." if found == 0 else ": several tensors in one value, or a buffer that is updated, would be on both sides.")
+                + (
+                    ", which runs first."
+                    if found < min(line.places, default=0)
+                    else ": several tensors in one value, or a buffer that is updated, would be on both sides."
+                )
             )
         ends.append(found)
     for stage, (start, end) in enumerate(pairwise([0, *ends, line.num_nodes])):
