@@ -63,8 +63,8 @@ class Staged:
         self.tp: Group | None = seat.groups["tp"] if plan.tp > 1 else None
         self.division: Division | None = None
         if self.tp is not None:
-            limit = plan.memory_bytes * plan.pp or None
-            self.division = Division(job, self.tp, team, dtype=dtype, placements=plan.tp_placements, memory_bytes=limit)
+            limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
+            self.division = Division(job, self.tp, team, dtype=dtype, placements=plan.tp_placements, **limits)
         programs: LossPrograms = self.division or Undivided(job, team, dtype=dtype)
         self.staging = Staging(job, plan, programs, team)
         self.sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}

@@ -229,3 +229,13 @@ def _verified(model: str, optimizer: str, plan: str) -> str | None:
 )
 def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size: int):
     assert on_ranks(_verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"
+
+
+def test_a_stage_that_only_has_dropout_has_nothing_to_do_in_evaluation():
+    job = make_job("cnn", "sgd")
+    job = replace(job, evaluate=Evaluate(data=job.data, metrics={"loss": job.loss}, every=1))
+    found = []
+    for plan in ("dp=1,microbatches=2", "pp=4,microbatches=2,cuts=norm2+dropout+hidden"):
+        with keyed(job, plan, steps=2) as trainer:
+            found.append(trainer.fit().evaluation["loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)

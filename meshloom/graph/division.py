@@ -15,7 +15,7 @@ from torch import nn
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first, share
-from meshloom.errors import CaptureError
+from meshloom.errors import CaptureError, PlanError
 from meshloom.graph.choose import Choice, Rates, choice_of_numbers, choose, numbers_of_choice, rates_for
 from meshloom.graph.layout import layout_of
 from meshloom.graph.loss_programs import LossPrograms, Shapes, alike, shapes_of, shapes_of_program
@@ -30,7 +30,8 @@ from meshloom.job import Job, LossFunction
 class Division(LossPrograms):
     """The loss of `job` (and functions like it) over the ranks of `group`, which talk in it as they compute.
 
-    team: all ranks of the replica, for decisions (CPU tensors). placements, memory_bytes: as for `choose`. rates: default is what was measured on the
+    team: all ranks of the replica, for decisions (CPU tensors). placements: as for `choose`. memory_bytes: what a rank may hold, of which there
+    are `num_stages` along pp. rates: default is what was measured on the
     machine of the rank that chooses, else `default_rates`.
     """
 
@@ -44,7 +45,9 @@ class Division(LossPrograms):
         rates: Rates | None = None,
         placements: Mapping[str, str] | None = None,
         memory_bytes: float | None = None,
+        num_stages: int = 1,
     ) -> None:
+        self._num_stages = num_stages
         self._job = job
         self._group = group
         self._team = team
@@ -95,9 +98,14 @@ class Division(LossPrograms):
         held = self._first.held if self._first else None
 
         def chosen() -> Choice:
-            limit = self._memory_bytes if held is None else None
+            limit = self._memory_bytes * self._num_stages if self._memory_bytes and held is None else None
             self.rates = self._given or rates_for(layout, self._group.size)
-            return choose(layout, self._group.size, self.rates, held=held, placements=self._placements, memory_bytes=limit)
+            try:
+                return choose(layout, self._group.size, self.rates, held=held, placements=self._placements, memory_bytes=limit)
+            except PlanError as error:
+                if limit is None or self._num_stages == 1:
+                    raise
+                raise PlanError(f"{error} The limit is that of {self._num_stages} ranks along pp together; more of them help, too.") from None
 
         choice = yield from on_first(group, chosen, CaptureError)
         numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)

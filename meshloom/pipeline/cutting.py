@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from meshloom.errors import PlanError
 from meshloom.graph.cost import Cost, Kept
 from meshloom.graph.cut import CutChoice, choose_cuts
 from meshloom.graph.program import Program
@@ -33,9 +34,26 @@ def choose_stages(
 ) -> CutChoice:
     """The stages of a whole program under `plan`. priced: node -> its cost. sizes: [microbatch], samples of one replica's, the largest first.
 
-    homes: parameter or buffer -> the stages that hold it since a first program of the job was cut; then nothing but these counts.
-    Raises `PlanError` as `choose_cuts`.
+    homes: parameter or buffer -> the stages that hold it since a first program of the job was cut; then nothing but these counts, and a stage may be
+        left without anything to do. Raises `PlanError` as `choose_cuts`.
     """
+    try:
+        return _choose(program, priced, plan, rates, sizes, homes)
+    except PlanError:
+        stage_of = _followed(program, homes, schedule_of(plan, 1).ranks) if homes else None
+        if stage_of is None:
+            raise
+        return CutChoice(stage_of=stage_of, stages=(), rank_bytes=())
+
+
+def _choose(
+    program: Program,
+    priced: Mapping[str, Cost],
+    plan: Plan,
+    rates: Rates,
+    sizes: Sequence[int],
+    homes: Mapping[str, Collection[int]] | None,
+) -> CutChoice:
     work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
     if plan.recompute != "none":
         again = recomputed(program, priced, plan.recompute, rates)
@@ -57,6 +75,25 @@ def choose_stages(
         kept=kept,
         step_seconds=None if homes else price,
     )
+
+
+def _followed(program: Program, homes: Mapping[str, Collection[int]], ranks: Sequence[int]) -> dict[str, int] | None:
+    """Every operator in the first stage, from that of the one before it on, whose rank holds what it uses; None if there is none.
+
+    In evaluation there is less to compute than in training, where a stage may have had dropout and nothing else.
+    """
+    names = {each.value: name for variables in (program.parameters, program.buffers) for name, each in variables.items()}
+    held = {name: {ranks[stage] for stage in stages} for name, stages in homes.items()}
+    found: dict[str, int] = {}
+    now = 0
+    for node in program.nodes:
+        wanted = [held[names[ref.name]] for ref in node.operands() if ref.name in names and names[ref.name] in held]
+        while now < len(ranks) and not all(ranks[now] in each for each in wanted):
+            now += 1
+        if now == len(ranks):
+            return None
+        found[node.name] = now
+    return found
 
 
 def users_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
