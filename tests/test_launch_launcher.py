@@ -153,7 +153,7 @@ def test_a_rank_that_ends_before_it_joins_is_named(tmp_path: Path, capfd: pytest
 def test_a_rank_that_exits_with_a_code_alone_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     command = write_script(tmp_path, TELL, 'sys.exit(3) if rank == "1" else wait()')
     assert run(command, 2) == 1
-    assert capfd.readouterr().err == "Rank 1 (dp=1) ended with exit code 3, and did not say why.\n"
+    assert capfd.readouterr().err == "Rank 1 (dp=1) ended with exit code 3 while starting, and did not say why.\n"
     assert not left(command[-1])
 
 
@@ -216,7 +216,7 @@ def test_a_rank_that_never_stops_printing_does_not_keep_the_launcher(tmp_path: P
                 open({str(fifo)!r}, "w").close()
     """
     assert run(write_script(tmp_path, TELL, endless), 2) == 1
-    assert capfd.readouterr().err.endswith("Rank 0 (dp=0) ended with exit code 3, and did not say why.\n")
+    assert capfd.readouterr().err.endswith("Rank 0 (dp=0) ended with exit code 3 while starting, and did not say why.\n")
 
 
 class _LostTerminal(io.StringIO):
