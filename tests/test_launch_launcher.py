@@ -121,7 +121,9 @@ def test_a_rank_killed_with_9_is_named_although_others_notice_first(tmp_path: Pa
     command = write_script(tmp_path, JOINED, body)
     began = time.monotonic()
     assert run(command, 2) == 1
-    assert capfd.readouterr().err == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out) while running code of its own.\n"
+    assert (
+        capfd.readouterr().err == "Rank 1 (dp=1) was killed by SIGKILL (the system does that when memory runs out) while running code of its own.\n"
+    )
     assert not left(command[-1])
     assert time.monotonic() - began < 30
 
