@@ -7,6 +7,8 @@ PYTHON := .venv/bin/python
 READY := .venv/.meshloom-ready
 EXAMPLE := examples/01_gpt_bytes.py
 PLAN := dp=2,pp=2,tp=2,microbatches=2
+# Tests that start no processes take one core each. Those that do have the machine to themselves.
+BOTH_CORES := --numprocesses 2 --dist worksteal
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 
 .PHONY: train check types quick test test-all
@@ -25,10 +27,11 @@ types: $(READY)
 	$(PYTHON) -m pyright
 
 quick: $(READY)
-	$(PYTHON) -m pytest -m "not processes and not long and not slow"
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not long and not slow"
 
 test: $(READY)
-	$(PYTHON) -m pytest -m "not slow"
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not slow"
+	$(PYTHON) -m pytest -m "processes and not slow"
 
 test-all: $(READY)
 	$(if $(AREA),$(if $(AREA_FILES),,$(error AREA=$(AREA): there is no tests/test_$(AREA)*.py)))

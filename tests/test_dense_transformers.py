@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import meshloom.replica
+import meshloom.staged
 from meshloom.comm.record import Count
 from meshloom.graph.division import Division
 from meshloom.graph.linears import GatheredLinears
@@ -106,7 +106,8 @@ def step_of(dense: Dense) -> tuple[list[Sent], Mapping[str, str], Mapping[str, f
         batches = trainer.batches()
         trainer.step(next(batches))  # the first step also sends what later ones need
         replica = trainer.replicas[0]
-        group, division = replica.seat.groups["tp"], replica.division
+        assert replica.staged
+        group, division = replica.seat.groups["tp"], replica.staged.division
         before = dict(group.counts)
         trainer.step(next(batches))
         batches.close()
@@ -145,7 +146,7 @@ def test_a_block_is_divided_but_for_its_norms_and_sums_each_pair_once_per_direct
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_with_parts_of_the_sequence_the_volume_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meshloom.replica, "Division", partial(Division, rates=BY_SEQUENCE))
+    monkeypatch.setattr(meshloom.staged, "Division", partial(Division, rates=BY_SEQUENCE))
     dense = DENSE[name]
     sent, paths, shares, again = step_of(dense)
     size = BATCH * dense.length * WIDTH * 4

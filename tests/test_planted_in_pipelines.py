@@ -12,6 +12,7 @@ from torch import Tensor
 import meshloom.graph.calls
 import meshloom.pipeline.stage
 import meshloom.state.optimizer
+from meshloom.errors import TrainingError
 from meshloom.pipeline.ready import Readiness
 from meshloom.pipeline.stage import StageRun
 from meshloom.plan import Plan
@@ -158,7 +159,12 @@ def run(model: str, optimizer: str, plan: str) -> Report:
 @pytest.mark.parametrize(("plant", "model", "optimizer", "plan"), CASES)
 def test_a_planted_bug_is_caught(plant: Plant, model: str, optimizer: str, plan: str, monkeypatch: Patch):
     plant(monkeypatch)
-    report = run(model, optimizer, plan)
+    try:
+        report = run(model, optimizer, plan)
+    except TrainingError as error:  # what comes after it was sent is refused before verification can see it
+        if plant is ready_too_early and "came a second time after it had been sent" in str(error):
+            return
+        raise
     assert not report.passed
     assert any(not step.passed for step in report.steps)
 

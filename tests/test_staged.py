@@ -79,7 +79,7 @@ def test_offers_are_what_is_found_when_they_are_taken():
 
 
 def test_nothing_is_offered_that_does_not_fit():
-    free = staged(job_of(Stack, batch_size=16), plan("pp=2,microbatches=8"), machine=FAST)
+    free = staged(job_of(Stack, batch_size=16), plan("pp=3,microbatches=8"), machine=FAST)
     offered = max(each.rank_bytes for each in free.better)
     limit = max(free.choice.rank_bytes)
     assert offered > limit

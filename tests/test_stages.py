@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from itertools import cycle, pairwise
 from typing import Any
@@ -156,7 +157,7 @@ def _worst(program: Program, cost: Any, stages: int, bounds: tuple[int, ...]) ->
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"num_stages": 2, "cuts": ["model.layers.7"]}, "no module of that name runs in the forward. There are model, lm_head"),
+        ({"num_stages": 2, "cuts": ["model.layers.7"]}, "no module of that name runs in the forward. Did you mean model.layers.1?"),
         ({"num_stages": 3, "cuts": ["model.layers.1"]}, "makes 2 stages, and the plan has 3. Name 2."),
         ({"num_stages": 3, "cuts": ["model.layers.1", "model.layers.0"]}, "model.layers.0 runs before model.layers.1"),
         ({"num_stages": 10_000}, "and 10000 stages need 9999. Use at most"),
@@ -165,7 +166,7 @@ def _worst(program: Program, cost: Any, stages: int, bounds: tuple[int, ...]) ->
 )
 def test_cuts_that_cannot_be(settings: dict[str, Any], sentence: str):
     program = family("llama", 1, even=True).programs[0]
-    with pytest.raises(PlanError, match=sentence.replace(".", r"\.")):
+    with pytest.raises(PlanError, match=re.escape(sentence)):
         choose_cuts(program, costs(program), **settings)
 
 
