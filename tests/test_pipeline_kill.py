@@ -104,18 +104,17 @@ def _lost_peer() -> str:
     """Rank 1 ends within an action of the second step; what rank 0 says of it."""
     job, seen = replace(make_job("mlp", "sgd"), batch_size=12), list[str]()
 
-    class Leaving:
-        def began(self, action: Any) -> None:
+    with Trainer(job, "pp=2,microbatches=4", devices="cpu", timeout_seconds=60) as trainer:
+        activity: Any = trainer.replicas[0].seat.activity
+        began = activity.began
+
+        def leave(action: Any) -> None:
+            began(action)
             seen.append(str(action))
             if len(seen) > 8 and str(action) == "1F1":
                 os._exit(1)
 
-        def ended(self, action: Any) -> None:
-            pass
-
-    with Trainer(job, "pp=2,microbatches=4", devices="cpu", timeout_seconds=60) as trainer:
-        if trainer.world.local[0].rank == 1:
-            trainer.replicas[0].listener = Leaving()
+        activity.began = leave
         try:
             for batch in trainer.batches():
                 trainer.step(batch)
