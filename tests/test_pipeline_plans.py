@@ -55,7 +55,8 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     report = verify(make_job(model, optimizer), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)  # the third batch is a short one
     assert report is not None
     assert report.passed, report.causes
-    assert max(report.owned) < 0.97 or "pp" not in plan  # something was divided
+    # Something was divided; of the smallest models a stage without parameters is the cheapest.
+    assert max(report.owned) < 0.97 or "pp" not in plan or model in ("cnn", "mlp")
     assert max(error.error for step in report.steps for error in step.errors) < 1e-10
 
 

@@ -260,7 +260,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for module, name, buffer, value in kept:
-                buffer.copy_(value)
+                if not buffer.is_meta and not _same(buffer, value):  # a backward to come may want what did not change
+                    buffer.copy_(value)
                 module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]
 
 
