@@ -74,7 +74,8 @@ class Trainer:
     devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, spread over its GPUs).
     steps: the whole run's number of steps, instead of the job's.
     out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
-    timeout_seconds: how long to wait for another rank. dtype: of parameters and floating-point data, for verification.
+    timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto, or gloo.
+    dtype: of parameters and floating-point data, for verification.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Trainer:
         out: str | Path | None = None,
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
+        transport: str = "auto",
         dtype: torch.dtype | None = None,
         listener: Listener | None = None,
     ) -> None:
@@ -108,7 +110,7 @@ class Trainer:
         self._first_loss = math.nan
         self._timelines: list[Timeline] = []
         with self._stack as building:
-            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds))
+            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport))
             self._enter("setting up")
             self.replicas = [Replica(job, self.plan, seat, dtype=dtype) for seat in self.world.local]
             for replica in self.replicas:
