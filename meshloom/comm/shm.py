@@ -86,7 +86,7 @@ class Settings:
     small_bytes: int = 1 << 14
     chunk_bytes: int = 1 << 16
     piece_bytes: int = 1 << 19
-    eager_bytes: int = 1 << 22
+    eager_bytes: int = 1 << 20
     message_piece_bytes: int = 1 << 24
     message_bytes: int = 1 << 30
     spins: int = 2000
