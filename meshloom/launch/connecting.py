@@ -69,8 +69,16 @@ class Connections:
         return C10dGroup(process_group, self._names(ranks), self._device if "nccl" in backend else None, activity or self._activity)
 
     def _within_host(self, ranks: Sequence[int], use: str, activity: Activity | None = None) -> ShmGroup:
-        store = dist.PrefixStore(f"{self._rounds}/{ranks[0]}/{use}", self._store)
-        group = ShmGroup(store, ranks.index(self._rank), len(ranks), self._names(ranks), timeout=self._timeout, activity=activity or self._activity)
+        hosts = self._transports.hosts
+        group = ShmGroup(
+            dist.PrefixStore(f"{self._rounds}/{ranks[0]}/{use}", self._store),
+            ranks.index(self._rank),
+            len(ranks),
+            self._names(ranks),
+            timeout=self._timeout,
+            ranks_here=hosts.count(hosts[self._rank]),
+            activity=activity or self._activity,
+        )
         self._open.append(group)
         return group
 
