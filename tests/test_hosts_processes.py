@@ -7,11 +7,13 @@ import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from hosts_worlds import Call
+from launch_scripts import run, write_script
 from processes import on_ranks
 from torch import Tensor
 
@@ -109,3 +111,31 @@ def test_who_loses_a_rank_says_which_one_where_it_shared_a_host(killed: bool):
         assert text.startswith(f"rank {rank} (dp={rank}) ") and "all_reduce of 4000 bytes" in text
         assert "waiting for another rank" in doing
     assert "lost rank 1 (dp=1)" in answers[0][0]
+
+
+LEAVES_EARLY = """
+    import os, sys
+    import torch
+    from meshloom.launch import leave, open_world, report_failure, transport
+    from meshloom.mesh import Mesh
+
+    transport.host_identity = lambda: "ab"[int(os.environ["RANK"]) // 2]
+    world = open_world(Mesh(dp=4), timeout_seconds=250)
+    group = world.local[0].groups["dp"]
+    group.barrier().wait()
+    if group.rank == 1:
+        pending = [group.all_reduce(torch.ones(5)) for _ in range(2)]
+        sys.exit(0)
+    group.all_reduce(torch.ones(5)).wait()
+    try:
+        group.broadcast(torch.ones(5), 1).wait()
+    except Exception as error:
+        leave(report_failure(error))
+"""
+
+
+@pytest.mark.timeout(100)
+def test_what_nobody_joins_does_not_keep_a_process_from_ending(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    assert run(write_script(tmp_path, LEAVES_EARLY), 4) == 1
+    assert "rank" in capfd.readouterr().err

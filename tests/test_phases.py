@@ -51,7 +51,7 @@ def test_first_phases_go_on_while_an_earlier_second_phase_is_under_way():
     for operation in operations:
         operation.result(WAIT_SECONDS)
     assert seen[6:] == ["0 third", "1 third", "2 third"]
-    line.close()
+    assert line.close(WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("phase", ["first", "second", "third"])
@@ -67,4 +67,13 @@ def test_after_a_failure_all_later_operations_fail_with_it(phase: str):
     assert str(failed.exception(WAIT_SECONDS)) == phase
     later = line.start(Phases(**well))  # type: ignore[arg-type]
     assert str(later.exception(WAIT_SECONDS)) == phase
-    line.close()
+    assert line.close(WAIT_SECONDS)
+
+
+def test_what_does_not_end_is_told_and_ends_when_it_can():
+    line, network = PhasedLine("test"), _Event()
+    operation = line.start(Phases(first=lambda: None, second=lambda: [network], third=lambda: None))
+    assert not line.close(0.01)
+    network.event.set()
+    operation.result(WAIT_SECONDS)
+    assert line.close(WAIT_SECONDS)

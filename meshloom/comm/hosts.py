@@ -28,6 +28,7 @@ from meshloom.comm.phases import PhasedLine, Phases
 from meshloom.errors import CollectiveError, PeerLostError
 
 _GLANCE_SECONDS = 1.0  # after which a waiting rank looks for one that left
+_END_SECONDS = 5.0  # that threads are given to end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +200,12 @@ class HostsGroup(Group):
         self._aborted = True
         for group in self._parts.all:
             group.abort()
+        self._line.close(_END_SECONDS)  # what its threads wait for fails now
 
     def close(self) -> None:
-        """End this group's threads, once what was started is over."""
-        self._line.close()
+        """End this group's threads, once what was started is over; what other ranks do not join within seconds never will be."""
+        if not self._line.close(_END_SECONDS):
+            self.abort()
 
     def wait_for(self, operation: Future[None], what: str) -> None:
         """Wait for an operation of this group, looking once a second for a rank that left."""

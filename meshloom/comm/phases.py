@@ -11,14 +11,19 @@ use see one order too, as long as no group is used by both threads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 
 from meshloom.comm.group import Work
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,22 +36,25 @@ class Phases:
 
 
 class PhasedLine:
-    """A first-in-first-out line of such operations, with a thread for each end; whoever makes it closes it."""
+    """A first-in-first-out line of such operations, with a thread for each end; whoever makes it closes it.
+
+    The threads do not keep a process from ending: an operation that other ranks never join would do so for ever.
+    """
 
     def __init__(self, name: str) -> None:
-        self._front = ThreadPoolExecutor(1, thread_name_prefix=f"{name}, first phases")
-        self._back = ThreadPoolExecutor(1, thread_name_prefix=f"{name}, last phases")
+        self._front, self._back = _Thread(f"{name}, first phases"), _Thread(f"{name}, last phases")
         self._failure: BaseException | None = None
 
     def start(self, phases: Phases) -> Future[None]:
         """What is done when the third phase is over. After one operation has failed, all later ones fail with its error."""
-        begun = self._front.submit(self._begin, phases)
-        return self._back.submit(self._end, phases, begun)
+        begun = self._front.submit(lambda: self._begin(phases))
+        return self._back.submit(lambda: self._end(phases, begun))
 
-    def close(self) -> None:
-        """End the threads, once what was started is over."""
-        self._front.shutdown()
-        self._back.shutdown()
+    def close(self, seconds: float) -> bool:
+        """End the threads once what was started is over; whether that was so within `seconds` for each."""
+        self._front.end()
+        self._back.end()
+        return self._front.ended_within(seconds) and self._back.ended_within(seconds)
 
     def _begin(self, phases: Phases) -> Sequence[Work]:
         with self._failing_for_good():
@@ -71,3 +79,37 @@ class PhasedLine:
         except BaseException as error:
             self._failure = error
             raise
+
+
+class _Thread:
+    """Runs functions one after another."""
+
+    def __init__(self, name: str) -> None:
+        self._line: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._line.put(run)
+        return future
+
+    def end(self) -> None:
+        """After what was submitted so far."""
+        self._line.put(None)
+
+    def ended_within(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (run := self._line.get()) is not None:
+            run()
+            del run  # with the tensors that it holds
