@@ -34,8 +34,8 @@ from meshloom.exchange.zero import ZeroOne
 from meshloom.job import Job
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis
-from meshloom.pipeline.microbatches import Both
 from meshloom.pipeline.recorder import Recorder
+from meshloom.pipeline.run import Both
 from meshloom.pipeline.spans import SpanKind
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
@@ -216,14 +216,13 @@ class Replica:
                 self.observer.chunk_done(filled[microbatch], float(weight), float(loss.detach()))
             return root
 
-        def begin(microbatch: int, around: ExitStack, watched: bool) -> None:
-            self._begin_chunk(filled[microbatch], around, self.observer if watched else None)
-
         self.exchange.begin_last_chunk()
         activity = self.seat.activity
         activity.follow(staged.actions(len(filled)))
         listener = Both(activity, self.recorder) if self.recorder else activity
-        yield from staged.train([self._data(chunk) for chunk in filled], finish=finish, begin=begin, listener=listener)
+        yield from staged.train(
+            [self._data(chunk) for chunk in filled], finish=finish, begin=partial(self._begin_microbatch, filled), listener=listener
+        )
         yield from staged.add_up(self._tally.sums)
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
@@ -369,6 +368,10 @@ class Replica:
         if self.plan.keyed_draws and not self.staged:  # programs key their draws themselves
             around.enter_context(KeyedDraws(rows, seen))
 
+    def _begin_microbatch(self, chunks: Sequence[Chunk], microbatch: int, around: ExitStack, watched: bool) -> None:
+        """As stages call it. watched: for the observer, too."""
+        self._begin_chunk(chunks[microbatch], around, self.observer if watched else None)
+
     def _again(self, chunk: Chunk, data: Any) -> Tensor:
         """The chunk's loss once more, from the same draws."""
         with ExitStack() as around:
@@ -395,11 +398,7 @@ class Replica:
             )
         here: list[Any] | None
         if self.staged:
-
-            def begin(microbatch: int, around: ExitStack, watched: bool) -> None:
-                self._begin_chunk(chunks[microbatch], around)
-
-            here = yield from self.staged.find_not_finite([self._data(chunk) for chunk in chunks], begin)
+            here = yield from self.staged.find_not_finite([self._data(chunk) for chunk in chunks], partial(self._begin_microbatch, chunks))
         else:
             where = self._find_not_finite(chunks)
             here = [0, where] if where else None
