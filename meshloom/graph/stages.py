@@ -84,8 +84,11 @@ def users_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
     """Parameter or buffer -> the stages that use it, in order, but first who changes it. What no stage uses is the first's."""
     program = stages[0].program
     found: dict[str, list[int]] = {name: [] for name in (*program.parameters, *program.buffers)}
-    for stage, names in (*((each, each.changing) for each in stages), *((each, (*each.parameters, *each.buffers)) for each in stages)):
-        for name in names:
+    for stage in stages:
+        for name in stage.changing:
+            found[name].append(stage.number)
+    for stage in stages:
+        for name in (*stage.parameters, *stage.buffers):
             found[name].append(stage.number)
     return {name: tuple(dict.fromkeys(numbers)) or (0,) for name, numbers in found.items()}
 

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send in a step: for every cut the bytes of its values forward, and of their gradients back.
+"""What the stages of a pipeline send in a step: for every cut the bytes of its values forward, and of their gradients back; and along tp.
 
 R4.2: s values a sample cross a cut, b samples are in the batch; s b values go forward, and as many gradients come back where there are gradients.
 """
