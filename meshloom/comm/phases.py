@@ -12,9 +12,8 @@ use see one order too, as long as no group is used by both threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
@@ -43,7 +42,8 @@ class PhasedLine:
 
     def __init__(self, name: str) -> None:
         self._front, self._back = _Thread(f"{name}, first phases"), _Thread(f"{name}, last phases")
-        self._failure: BaseException | None = None
+        self._front_failure: BaseException | None = None
+        self._back_failure: BaseException | None = None
 
     def start(self, phases: Phases) -> Future[None]:
         """What is done when the third phase is over. After one operation has failed, all later ones fail with its error."""
@@ -57,27 +57,28 @@ class PhasedLine:
         return self._front.ended_within(seconds) and self._back.ended_within(seconds)
 
     def _begin(self, phases: Phases) -> Sequence[Work]:
-        with self._failing_for_good():
-            phases.first()
-            return phases.second()
+        # The groups below are out of step after a failure: some ranks have started phases that others never will.
+        if failure := self._front_failure or self._back_failure:
+            raise failure
+        try:
+            with torch.no_grad():  # which holds for a thread, not for a process
+                phases.first()
+                return phases.second()
+        except BaseException as error:
+            self._front_failure = error
+            raise
 
     def _end(self, phases: Phases, begun: Future[Sequence[Work]]) -> None:
         works = begun.result()
-        with self._failing_for_good():
-            for work in works:
-                work.wait()
-            phases.third()
-
-    @contextmanager
-    def _failing_for_good(self) -> Generator[None]:
-        """The groups below are out of step after a failure: some ranks have started phases that others never will."""
-        if self._failure is not None:
-            raise self._failure
+        if self._back_failure:  # one in front belongs to a later operation
+            raise self._back_failure
         try:
-            with torch.no_grad():  # which holds for a thread, not for a process
-                yield
+            with torch.no_grad():
+                for work in works:
+                    work.wait()
+                phases.third()
         except BaseException as error:
-            self._failure = error
+            self._back_failure = error
             raise
 
 
