@@ -71,7 +71,7 @@ def _job_is_equal(hosts: Sequence[str], plan: str) -> tuple[bool, str] | None:
     return report and (report.passed, report.devices)
 
 
-@pytest.mark.parametrize(("hosts", "plan"), [("aabb", "dp=4"), ("aaabbb", "dp=3,pp=2,microbatches=2")])
+@pytest.mark.parametrize(("hosts", "plan"), [("aabb", "dp=4"), pytest.param("aaabbb", "dp=3,pp=2,microbatches=2", marks=pytest.mark.slow)])
 def test_a_job_on_two_by_k_ranks_equals_one_device(hosts: str, plan: str):
     passed, devices = on_ranks(_job_is_equal, len(hosts), hosts, plan)[0]
     assert passed
