@@ -162,7 +162,7 @@ def lay_out(values: Tensor, layout: str, wanted: Tensor | None) -> Frame:
             view = lambda base: base[1 : 1 + count].view(shape)  # noqa: E731
         case "transposed":
             base_shape = tuple(reversed(shape))
-            view = lambda base: base.permute(*reversed(range(base.ndim)))  # noqa: E731
+            view = lambda base: base.permute(tuple(reversed(range(base.ndim))))  # noqa: E731
         case "every_other":
             base_shape = (*shape, 2)
             view = lambda base: base[..., 0]  # noqa: E731

@@ -14,7 +14,7 @@ from warm_ranks import WarmRanks
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(params=[2, 3, 4])
 def world(request: pytest.FixtureRequest) -> Iterator[WarmRanks]:
     with WarmRanks(request.param) as ranks:
         yield ranks

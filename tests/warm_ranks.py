@@ -65,24 +65,35 @@ class WarmRanks:
             end.send_bytes(pickle.dumps((function, arguments)))
 
     def results(self, timeout_seconds: float, without: Sequence[int] = ()) -> list[Any]:
-        """What it returned on each rank; None for those in `without`, which nobody waits for. The world is of no use after a `RankError`."""
+        """What it returned on each rank; None for those in `without`, which nobody waits for.
+
+        Raises `RankError` with what all ranks say that failed; then the ranks are new ones.
+        """
         deadline = time.monotonic() + timeout_seconds
         results: dict[int, Any] = dict.fromkeys(without)
-        while len(results) < self.size:
-            missing = [rank for rank in range(self.size) if rank not in results]
+        problems: list[str] = []
+        while missing := [rank for rank in range(self.size) if rank not in results]:
             ready = wait([self._ends[rank] for rank in missing], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankError(f"Ranks {missing} have not returned in time.")
+                problems.append(f"Ranks {missing} have not returned in time.")
+                break
             for rank in missing:
                 if self._ends[rank] in ready:
-                    try:
-                        failed, value = pickle.loads(self._ends[rank].recv_bytes())
-                    except EOFError:
-                        raise RankError(f"Rank {rank} died.") from None
+                    failed, results[rank] = self._answer(rank)
                     if failed:
-                        raise RankError(f"Rank {rank}:\n{value}")
-                    results[rank] = value
+                        problems.append(f"Rank {rank}: {results[rank]}")
+                        deadline = min(deadline, time.monotonic() + 1.0)
+        if problems:
+            self.__exit__()
+            self.__enter__()
+            raise RankError("\n".join(problems))
         return [results[rank] for rank in range(self.size)]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(self._ends[rank].recv_bytes())
+        except EOFError:
+            return True, "died."
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Both."""
