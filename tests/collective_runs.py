@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,16 @@ from warm_ranks import Seat
 from meshloom.comm.group import Work
 
 
-def run_program(seat: Seat, program: Program) -> list[str]:
-    """What is wrong on this rank. After each wait its tensors are overwritten: no other rank may still need them."""
+def run_programs(seat: Seat, programs: Sequence[Program], tiny: bool = False) -> list[str]:
+    """What is wrong on this rank, which goes from one to the next without waiting for the others."""
+    return [problem for number, program in enumerate(programs) for problem in run_program(seat, program, tiny, number * 100)]
+
+
+def run_program(seat: Seat, program: Program, tiny: bool = False, first_tag: int = 0) -> list[str]:
+    """What is wrong on this rank. After each wait its tensors are overwritten: no other rank may still need them. tiny: see `Seat.kept`."""
     problems: list[str] = []
     for calls, orders in zip(program.rounds, program.orders, strict=True):
-        started = [start(seat, call) if seat.rank in call.members else None for call in calls]
+        started = [start(seat, call, tiny, first_tag) if seat.rank in call.members else None for call in calls]
         for index in orders[seat.rank]:
             if running := started[index]:
                 problems += running.finish()
@@ -79,9 +84,9 @@ class Running:
         return [f"{self.call} on rank {self.place} of the group: {problem}" for problem in problems]
 
 
-def start(seat: Seat, call: Call) -> Running:
+def start(seat: Seat, call: Call, tiny: bool, first_tag: int) -> Running:
     """This rank's part of a call."""
-    group, window = seat.kept(call.members)
+    group, window = seat.kept(call.members, tiny)
     place = call.members.index(seat.rank)
     memory, used = window.of(place), call.place_bytes
 
@@ -139,11 +144,11 @@ def start(seat: Seat, call: Call) -> Running:
             work = operation(frames[1].tensor, frames[0].tensor, received, sent)
         case "message" if is_root:
             frames = [give(values)]
-            work = group.send(frames[0].tensor, call.to, call.tag)
+            work = group.send(frames[0].tensor, call.to, call.tag + first_tag)
         case "message" if place == call.to:
             assert result is not None
             frames, source = [take(result)], root
-            work = group.recv(frames[0].tensor, None if call.any_source else root, call.tag)
+            work = group.recv(frames[0].tensor, None if call.any_source else root, call.tag + first_tag)
         case "message":
             work = _Nothing()
         case _:

@@ -19,10 +19,14 @@ from typing import Any
 from processes import CONTEXT, RankError
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from meshloom.comm.shm import ShmGroup, Window
+from meshloom.comm.segments import Files
+from meshloom.comm.shm import Settings, ShmGroup, Window
 
 MEETING_SECONDS = 30.0
 WINDOW_BYTES = 1 << 20
+TINY = Settings(
+    small_bytes=64, chunk_bytes=512, piece_bytes=4096, eager_bytes=16384, message_piece_bytes=4096, message_bytes=16384, spins=0, yields=0
+)  # fmt: skip
 
 
 class WarmRanks:
@@ -89,6 +93,10 @@ class WarmRanks:
             raise RankError("\n".join(problems))
         return [results[rank] for rank in range(self.size)]
 
+    def wait_for(self, keys: list[str]) -> None:
+        """Until the ranks have set these in their store."""
+        self._store.wait(keys, timedelta(seconds=MEETING_SECONDS))
+
     def _answer(self, rank: int) -> tuple[bool, Any]:
         try:
             return pickle.loads(self._ends[rank].recv_bytes())
@@ -110,21 +118,28 @@ class Seat:
     def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank, self.size, self.store = rank, size, store
         self._opened: Counter[tuple[int, ...]] = Counter()
-        self._kept: dict[tuple[int, ...], tuple[ShmGroup, Window]] = {}
+        self._kept: dict[tuple[tuple[int, ...], bool], tuple[ShmGroup, Window]] = {}
 
-    def open(self, members: Sequence[int] | None = None, timeout_seconds: float = 20.0) -> ShmGroup:
+    def open(
+        self,
+        members: Sequence[int] | None = None,
+        timeout_seconds: float = 20.0,
+        settings: Settings | None = None,
+        files: Files | None = None,
+    ) -> ShmGroup:
         """A new group of these ranks (None: all of the world), called by its members."""
         key = tuple(range(self.size)) if members is None else tuple(members)
         self._opened[key] += 1
         store = PrefixStore(f"{key}, {self._opened[key]}", self.store)
         names = [f"rank {rank} (dp={rank})" for rank in key]
-        return ShmGroup(store, key.index(self.rank), len(key), names, timeout=timedelta(seconds=timeout_seconds))
+        timeout = timedelta(seconds=timeout_seconds)
+        return ShmGroup(store, key.index(self.rank), len(key), names, timeout=timeout, settings=settings, files=files)
 
-    def kept(self, members: Sequence[int]) -> tuple[ShmGroup, Window]:
-        """The group of these ranks that is kept, and its window of `WINDOW_BYTES`."""
-        key = tuple(members)
+    def kept(self, members: Sequence[int], tiny: bool) -> tuple[ShmGroup, Window]:
+        """The group of these ranks that is kept, and its window of `WINDOW_BYTES`. tiny: of the group whose settings make many pieces of little."""
+        key = tuple(members), tiny
         if key not in self._kept:
-            group = self.open(key)
+            group = self.open(members, settings=TINY if tiny else None)
             self._kept[key] = group, group.window(WINDOW_BYTES)
         return self._kept[key]
 
