@@ -46,6 +46,8 @@ def reduction(inputs: list[Tensor], op: str) -> Tensor:
     total: Tensor = reduce(COMBINE[op], [each.to(wide) for each in inputs])
     if op == "avg" and dtype in INTEGERS:
         total = torch.div(total, len(inputs), rounding_mode="trunc")
+    elif op == "avg" and dtype in COMPLEX:  # part by part: torch's quotient of complex numbers is rounded twice
+        total = torch.view_as_complex(torch.view_as_real(total) / len(inputs))
     elif op == "avg":
-        total = total / torch.tensor(len(inputs), dtype=total.dtype.to_real() if dtype in COMPLEX else wide)
+        total = total / len(inputs)
     return total.to(dtype)
