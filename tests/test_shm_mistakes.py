@@ -243,3 +243,24 @@ def test_too_little_memory_is_told_with_both_sizes(ranks: WarmRanks, small_direc
         assert "MiB" in window[1] or "too little memory for a window of 6291456 bytes" in window[1], window[1]
     for text in (*(message[1] for _, message in answers), next(window[1] for window, _ in answers if "are needed" in window[1])):
         assert " MiB are needed, and " in text and " MiB are free there" in text and "--transport gloo" in text, text
+
+
+def _nearly_all(seat: Seat, directory: str) -> bool | None:
+    """Messages of 4 and 3 MiB that lie in 8 MiB at the same time."""
+    if seat.rank == 2:
+        return None
+    group = seat.open([0, 1], files=Named(Path(directory)))
+    if seat.rank == 0:
+        for size in (4, 3):
+            group.send(torch.full((size << 20,), size, dtype=torch.uint8), 1).wait()
+        group.barrier().wait()
+        return None
+    group.barrier().wait()
+    received = [torch.empty(size << 20, dtype=torch.uint8) for size in (4, 3)]
+    for tensor in received:
+        group.recv(tensor, 0).wait()
+    return all(bool((tensor == size).all()) for tensor, size in zip(received, (4, 3), strict=True))
+
+
+def test_what_fits_is_sent_though_twice_as_much_would_not(ranks: WarmRanks, small_directory: Path) -> None:
+    assert ranks.run(_nearly_all, str(small_directory))[1] is True
