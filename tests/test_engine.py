@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 NATIVE = Path(__file__).parents[1] / "meshloom" / "comm" / "native"
 STRESS = Path(__file__).with_name("native") / "stress.c"
+SIZES = b"#include <stddef.h>\nsize_t ml_element_bytes(int dtype) { return dtype >= 0; }"  # for reduce.c alone, of one-byte types
 RACES = {  # a bug planted in engine.c: the text, and what takes its place
     "a descriptor is published before it is written": (
         "atomic_store_explicit(&own->started, number + 1, memory_order_release)",
@@ -42,6 +44,22 @@ def stress(program: Path, ranks: int, batches: int, seed: int) -> None:
     assert done.returncode == 0, done.stderr[:5000]
     assert done.stderr == ""
     assert done.stdout == f"{ranks} ranks, {batches * 6} calls: as computed.\n"
+
+
+def test_averages_of_small_integers_over_many_ranks(tmp_path: Path) -> None:
+    """The number of ranks need not fit into the type of the elements."""
+    compiler = shutil.which("gcc") or shutil.which("cc") or pytest.skip("There is no C compiler.")
+    library = tmp_path / "reduce.so"
+    subprocess.run(
+        [compiler, "-std=c11", "-shared", "-fPIC", f"-I{NATIVE}", NATIVE / "reduce.c", "-x", "c", "-", "-o", library], input=SIZES, check=True
+    )
+    for number, kind in ((7, ctypes.c_int8), (11, ctypes.c_uint8)):  # ML_I8, ML_U8
+        for ranks in (127, 128, 200, 256):
+            inputs = [(kind * 1)(0) for _ in range(ranks - 1)] + [(kind * 1)(127)]
+            output = (kind * 1)()
+            sources = (ctypes.c_void_p * ranks)(*(ctypes.addressof(each) for each in inputs))
+            ctypes.CDLL(str(library)).ml_reduce(number, 1, output, sources, ranks, ctypes.c_size_t(1))  # ML_AVG
+            assert output[0] == 127 // ranks
 
 
 def test_calls_of_three_ranks_have_no_race(tmp_path: Path) -> None:
