@@ -46,7 +46,7 @@ from meshloom.comm.calls import (
 from meshloom.comm.group import Group, Work
 from meshloom.comm.meeting import Meeting
 from meshloom.comm.peers import Peers
-from meshloom.comm.segments import Files, map_file, too_little
+from meshloom.comm.segments import Files, free_bytes, map_file, too_little
 from meshloom.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ class ShmGroup(Group):
         try:
             descriptor, number = self._files.create(num_bytes, backed=True)
         except (CollectiveError, OSError) as error:
-            problem = error if isinstance(error, CollectiveError) else too_little("memory", num_bytes, None)
+            problem = error if isinstance(error, CollectiveError) else too_little(self._files.where, num_bytes, None)
         answers = torch.empty(2 * self._size, dtype=torch.int64)
         self.all_gather(answers, torch.tensor([number, num_bytes])).wait()
         numbers, sizes = answers.view(self._size, 2).T.tolist()
@@ -436,7 +436,7 @@ class ShmGroup(Group):
         if status == ABORTED:
             return PeerLostError(f"{here} lost {self._members[engine.aborted_by(handle)]}, which has aborted, in {what}.")
         if status == NO_SPACE:
-            return too_little("memory", engine.missing_bytes(handle), None)
+            return too_little(self._files.where, engine.missing_bytes(handle), free_bytes(self._memory[2].descriptor) if self._memory else None)
         if status == MISMATCH:
             rank, number = engine.mismatch(handle)
             there = self._members[rank]
