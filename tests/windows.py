@@ -24,19 +24,19 @@ class OneProcess:
         assert isinstance(inner, SimulatedGroup)
         self._size, self._windows, self._next = inner.size, self._made.setdefault(inner._meeting, []), 0
 
-    def window(self, num_bytes: int) -> Pieces:
+    def window(self, num_bytes: int, owner: int | None = None) -> Pieces:
         """The next one of this rank."""
         if self._next == len(self._windows):
-            self._windows.append([torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(self._size)])
+            sizes = [num_bytes if owner in (None, rank) else 0 for rank in range(self._size)]
+            self._windows.append([torch.zeros(size, dtype=torch.uint8) for size in sizes])
         self._next += 1
-        return Pieces(self._windows[self._next - 1], num_bytes)
+        return Pieces(self._windows[self._next - 1])
 
 
 class Pieces:
     """One window."""
 
-    def __init__(self, memory: list[Tensor], num_bytes: int) -> None:
-        assert all(len(each) == num_bytes for each in memory), "ranks ask for windows of several sizes"
+    def __init__(self, memory: list[Tensor]) -> None:
         self._memory = memory
 
     def of(self, rank: int) -> Tensor:
@@ -48,9 +48,9 @@ def give_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated ranks have memory in common from now on."""
     known: WeakKeyDictionary[SimulatedGroup, OneProcess] = WeakKeyDictionary()
 
-    def window(self: SimulatedGroup, num_bytes: int) -> Pieces:
+    def window(self: SimulatedGroup, num_bytes: int, owner: int | None = None) -> Pieces:
         if self not in known:
             known[self] = OneProcess(self)
-        return known[self].window(num_bytes)
+        return known[self].window(num_bytes, owner)
 
     monkeypatch.setattr(SimulatedGroup, "window", window, raising=False)

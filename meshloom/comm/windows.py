@@ -31,8 +31,8 @@ class Window(Protocol):
 class Windows(Protocol):
     """A group whose ranks can have memory in common."""
 
-    def window(self, num_bytes: int) -> Window:
-        """New memory of `num_bytes` on each rank, zeros. An operation of the group: all ranks make it together, of one size."""
+    def window(self, num_bytes: int, owner: int | None = None) -> Window:
+        """New memory of `num_bytes` on each rank, or on `owner` alone, zeros. An operation of the group: all ranks make it together, of one size."""
         ...
 
 

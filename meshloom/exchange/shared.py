@@ -41,7 +41,7 @@ class OneForAll(Copies):
         self._group = group
         extents = [extent_of(bucket) for bucket in buckets]
         extents += [Extent(num_elements=each.numel(), dtype=each.dtype, device=each.device) for _, each in frozen]
-        flats = in_window(windows.window(window_bytes(extents)), 0, extents)
+        flats = in_window(windows.window(window_bytes(extents), owner=0), 0, extents)
         for bucket, flat in zip(buckets, flats, strict=False):
             share = flat.numel() // group.size
             first, last = group.rank * share, (group.rank + 1) * share
