@@ -417,7 +417,7 @@ static bool publish(ml_group *group) {
     *drain = 0;
     if (piece->bytes) {
         if (in_window(group, piece->operation, piece->first, &window, &offset)) {
-            *drain = number + 1;
+            if (call->kind != ML_ALL_REDUCE) *drain = number + 1; /* there nobody reads or writes any more once all chunks are done */
             piece->bytes = 0;
         } else {
             sweep(group);
