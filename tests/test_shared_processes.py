@@ -162,7 +162,7 @@ def _kept_bytes(share: bool) -> int:
         kept = sum(each.numel() * each.element_size() for each in states)
         parameters = [each for each in replica.model.parameters() if each.requires_grad]
         kept += _proportional(parameters[0].data_ptr()) if share else sum(each.nbytes for each in parameters)
-        trainer.together(lambda each: each.digests())  # nobody lets go before all have counted
+        trainer.together(lambda each: each.check_identical(0))  # nobody lets go before all have counted
         return kept
 
 
