@@ -169,6 +169,7 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         resume=arguments.resume,
         timeout_seconds=arguments.timeout,
         transport=arguments.transport,
+        share=True,
         listener=listener,
     ) as trainer:
         if trainer.world.main:

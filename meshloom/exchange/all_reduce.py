@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
+from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Slice
 from meshloom.graph.landing import Room
@@ -19,16 +20,31 @@ class AllReduce(Exchange):
 
     Behind a bucket's gradients travels one number per parameter: on how many ranks it was used. Where that is none, the
     gradient is None, as on one device.
+
+    windows: `group`, if its ranks can have memory in common; then gradients are summed where they lie.
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], group: Group, *, bucket_bytes: int, overlap: bool, apart: Collection[str] = ()
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        group: Group,
+        *,
+        bucket_bytes: int,
+        overlap: bool,
+        apart: Collection[str] = (),
+        windows: Windows | None = None,
     ) -> None:
         self._group = group
         self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
         self._works: list[Work] = []
         self._buckets = GradientBuckets(
-            named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, num_extra=lambda num_entries: num_entries, apart=apart
+            named,
+            bucket_bytes=bucket_bytes,
+            start=self._start,
+            overlap=overlap,
+            num_extra=lambda num_entries: num_entries,
+            apart=apart,
+            allocate=allocation(windows, group.rank),
         )
 
     @property
@@ -38,6 +54,14 @@ class AllReduce(Exchange):
     @property
     def owners(self) -> None:
         return None
+
+    @property
+    def one_copy(self) -> bool:
+        return False
+
+    def open(self) -> Steps[None]:
+        return
+        yield
 
     def begin_step(self) -> None:
         self._works.clear()

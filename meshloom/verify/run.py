@@ -53,7 +53,7 @@ def verify(
     keyed = replace(plan, keyed_draws=True)
     quiet = Listener(started=lambda text: None)  # the report says it
     with Trainer(
-        job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, listener=quiet
+        job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet
     ) as trainer:
         owned = trainer.together(_owned)[0]
         records = _plan_steps(trainer, dtype)
