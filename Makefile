@@ -9,6 +9,7 @@ EXAMPLE := examples/01_gpt_bytes.py
 PLAN := dp=2,pp=2,tp=2,microbatches=2
 # Tests that start no processes take one core each. Those that do have the machine to themselves.
 BOTH_CORES := --numprocesses 2 --dist worksteal
+NATIVE := setup.py $(wildcard meshloom/comm/native/*)
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 
 .PHONY: train check types quick test test-all
@@ -38,7 +39,7 @@ test-all: $(READY)
 	$(PYTHON) -m pytest $(if $(AREA),$(AREA_FILES))
 
 # The environment: made once, and again when what it is made from changes.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(PYTHON) || python3 -m venv .venv
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -1,0 +1,129 @@
+/* How the ranks of one host exchange tensors through memory that all of them have mapped.
+ *
+ * A group has one control area, which all ranks map, and one arena per rank, which its owner writes and all read:
+ *
+ *     control    | rank 0: started, finished, bell, descriptors | rank 1: ... | claims | mailboxes |
+ *     arena r    | payload of an operation | payload | ...        what rank r has handed in, until all have taken it
+ *     windows    memory of each rank that all map for good; payloads that lie there are used where they are
+ *
+ * A rank starts an operation: it copies its payload into its arena and publishes a descriptor. Once all ranks have started an
+ * operation, each can take its result without further help from the others: small sums everybody computes for itself, chunks of large ones are
+ * computed by whichever rank claims them. Large operations travel in pieces, so that payloads stay in the caches.
+ *
+ * Every function of a group may be called from several threads of its rank. No function waits but ml_wait and ml_wait_message.
+ */
+#ifndef MESHLOOM_ENGINE_H
+#define MESHLOOM_ENGINE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define ML_MAX_RANKS 256
+#define ML_DIMS 8 /* of a shape that are kept for messages about it */
+
+enum ml_kind {
+    ML_BARRIER,
+    ML_ALL_REDUCE,
+    ML_REDUCE,
+    ML_BROADCAST,
+    ML_ALL_GATHER,
+    ML_REDUCE_SCATTER,
+    ML_GATHER,
+    ML_SCATTER,
+    ML_ALL_TO_ALL,
+};
+
+enum ml_op { ML_SUM, ML_AVG, ML_PRODUCT, ML_MIN, ML_MAX, ML_AND, ML_OR, ML_XOR };
+
+enum ml_dtype {
+    ML_F64, ML_F32, ML_F16, ML_BF16,
+    ML_I64, ML_I32, ML_I16, ML_I8, ML_U64, ML_U32, ML_U16, ML_U8, ML_BOOL,
+    ML_C64, ML_C128,
+    ML_MOVED_1, ML_MOVED_2, ML_MOVED_4, ML_MOVED_8, ML_MOVED_16, /* other types of so many bytes, which are moved but not computed with */
+    ML_DTYPES,
+};
+
+enum ml_status {
+    ML_DONE,
+    ML_WAITING,
+    ML_MISMATCH,  /* ranks have called different things: ml_mismatch says which */
+    ML_ABORTED,   /* a rank has left: ml_aborted_by says which */
+    ML_NO_SPACE,  /* the arena cannot grow: ml_missing_bytes says by how much */
+    ML_NO_MEMORY, /* of this process */
+};
+
+/* One call of one rank.
+ *
+ * count: elements of the tensor that is compared between ranks: of the whole tensor for all_reduce, reduce and broadcast; of one rank's share otherwise.
+ * in, out: contiguous; those of several ranks lie behind each other in rank order, unless ins or outs has a place for each.
+ * in_sizes, out_sizes: of all_to_all, elements to and from each rank.
+ */
+typedef struct {
+    uint8_t kind, op, dtype, ndim;
+    int32_t root;
+    uint64_t count;
+    int64_t shape[ML_DIMS];
+    const void *in;
+    void *out;
+    const void *const *ins;
+    void *const *outs;
+    const int64_t *in_sizes, *out_sizes;
+} ml_call;
+
+/* What a rank has started, as the others see it. */
+typedef struct {
+    uint64_t number;
+    uint64_t count;
+    uint64_t first, length; /* this piece: elements of each block */
+    uint64_t offset;        /* of the payload, within the arena or window */
+    uint32_t window;        /* 0: the arena; w + 1: window w */
+    int32_t root;
+    uint8_t kind, op, dtype, ndim;
+    uint8_t reserved[4];
+    int64_t shape[ML_DIMS];
+} ml_descriptor;
+
+/* small_bytes: up to here everybody computes all of a sum. chunk_bytes: what is claimed at a time.
+ * piece_bytes: of the payload of one piece. eager_bytes: of one rank's pieces that are under way at a time.
+ * spins: how often to look before yielding; 0 where ranks outnumber cores. */
+typedef struct {
+    uint64_t small_bytes, chunk_bytes, piece_bytes, eager_bytes;
+    uint64_t message_piece_bytes, message_bytes;
+    uint32_t spins, yields;
+} ml_settings;
+
+typedef struct ml_group ml_group;
+
+size_t ml_control_bytes(int size);
+size_t ml_element_bytes(int dtype);
+int ml_reduces(int dtype, int op);
+
+/* control: zeroed, ml_control_bytes(size). arenas: all ranks', `capacity` bytes each, of which files grow by fallocate(arena_file) as needed
+ * (arena_file < 0: all of it is there). */
+ml_group *ml_open(int rank, int size, void *control, void *const *arenas, uint64_t capacity, int arena_file, const ml_settings *settings);
+void ml_close(ml_group *group);
+
+/* Windows are added on all ranks in one order, between operations. bases: where each rank's lies in this process. Returns its number, or -1. */
+int ml_add_window(ml_group *group, void *const *bases, uint64_t num_bytes);
+
+/* Returns the number to wait for, or -1 without memory. */
+int64_t ml_start(ml_group *group, const ml_call *call);
+enum ml_status ml_wait(ml_group *group, int64_t number, int64_t microseconds);
+
+/* Messages in order per pair of ranks and tag; source -1: from any rank. Returns an id, or -1 without memory. */
+int64_t ml_send(ml_group *group, int destination, int64_t tag, const ml_call *call);
+int64_t ml_receive(ml_group *group, int source, int64_t tag, const ml_call *call);
+enum ml_status ml_wait_message(ml_group *group, int64_t id, int64_t microseconds);
+int ml_message_source(ml_group *group, int64_t id);
+void ml_release_message(ml_group *group, int64_t id);
+
+void ml_abort(ml_group *group);
+int ml_aborted_by(ml_group *group);                                     /* -1: nobody */
+uint64_t ml_started(ml_group *group, int rank);                         /* pieces of operations */
+uint64_t ml_finished(ml_group *group);                                  /* by this rank: operations below this number are over for it */
+int ml_mismatch(ml_group *group, uint64_t *number);                     /* a rank that has called something else than this one, and when; -1: none */
+void ml_letter_of(ml_group *group, int source, uint64_t number, ml_descriptor *found); /* of a message that did not fit */
+int ml_descriptor_of(ml_group *group, int rank, uint64_t number, ml_descriptor *found); /* whether it is still known */
+uint64_t ml_missing_bytes(ml_group *group);
+
+#endif

@@ -1,0 +1,52 @@
+"""Whether the processes of the other ranks live: a handle on each process, which no later process of the same number can take."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Mapping
+
+
+class Peers:
+    """processes: of the other ranks, by rank. Those that are this very process are taken as alive."""
+
+    def __init__(self, processes: Mapping[int, int]) -> None:
+        self._processes = {rank: process for rank, process in processes.items() if process != os.getpid()}
+        self._handles: dict[int, int] = {}
+        self._gone: set[int] = set()
+        if hasattr(os, "pidfd_open"):
+            for rank, process in self._processes.items():
+                try:
+                    self._handles[rank] = os.pidfd_open(process)
+                except ProcessLookupError:
+                    self._gone.add(rank)
+                except OSError:  # not allowed here: then by number
+                    continue
+
+    def gone(self) -> set[int]:
+        """The ranks whose processes have ended."""
+        if self._handles:
+            poll = select.poll()
+            for handle in self._handles.values():
+                poll.register(handle, select.POLLIN)
+            ready = {handle for handle, _ in poll.poll(0)}
+            self._gone |= {rank for rank, handle in self._handles.items() if handle in ready}
+        for rank, process in self._processes.items():
+            if rank not in self._handles and not _lives(process):
+                self._gone.add(rank)
+        return set(self._gone)
+
+    def close(self) -> None:
+        """Let go of the handles."""
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

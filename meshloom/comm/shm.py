@@ -1,0 +1,538 @@
+"""Ranks of one host that talk through memory which all of them have mapped: as fast as memory, and usable from torch alone.
+
+What is done with the memory is the compiled engine's work (native/engine.h says how). Here tensors become addresses, ranks meet, and
+what goes wrong gets its sentence: a rank that has died, that does not come, that has called something else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshloom.comm.activity import Activity
+from meshloom.comm.calls import (
+    ABORTED,
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    DONE,
+    DTYPES,
+    GATHER,
+    KINDS,
+    MISMATCH,
+    MOVED,
+    NO_SPACE,
+    OPS,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    WAITING,
+    Op,
+    call_of,
+    describe,
+    tensor_of,
+)  # fmt: skip
+from meshloom.comm.group import Group, Work
+from meshloom.comm.meeting import Meeting
+from meshloom.comm.peers import Peers
+from meshloom.comm.segments import Files, map_file, too_little
+from meshloom.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
+
+if TYPE_CHECKING:
+    from meshloom.comm._engine import Handle
+
+try:
+    from meshloom.comm import _engine
+except ImportError:  # installed without a compiler
+    _engine = None
+
+_CAPACITY = 1 << 34  # bytes of an arena's mapping; only what is used of it is memory
+_SLICE_MICROSECONDS = 100_000  # how long a wait goes without looking after the peers
+_MOST_RANKS = 256
+_ANY = -1
+
+
+def why_not() -> str:
+    """Why ranks of this machine cannot talk through memory, as a sentence with the way out; "" if they can."""
+    if _engine:
+        return ""
+    return (
+        "The shared-memory transport was not compiled when meshloom was installed, so ranks of one machine talk over Gloo, which is slower: "
+        "install a C compiler and Python's headers, then install meshloom again."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How tensors travel.
+
+    small_bytes: up to here every rank computes all of a sum. chunk_bytes: of a larger one, what a rank computes at a time.
+    piece_bytes: what travels at a time; eager_bytes: of pieces that are handed in before anybody waits.
+    message_piece_bytes, message_bytes: likewise, of messages.
+    spins: how often a waiting rank looks before it yields its core, yields: and before it sleeps.
+    """
+
+    small_bytes: int = 1 << 14
+    chunk_bytes: int = 1 << 16
+    piece_bytes: int = 1 << 19
+    eager_bytes: int = 1 << 20
+    message_piece_bytes: int = 1 << 24
+    message_bytes: int = 1 << 30
+    spins: int = 2000
+    yields: int = 50
+
+
+class Window:
+    """Memory of every rank of a group that all ranks have mapped.
+
+    >>> Window([torch.zeros(3, dtype=torch.uint8)]).of(0).numel()
+    3
+    """
+
+    def __init__(self, memory: Sequence[Tensor]) -> None:
+        self._memory = tuple(memory)
+
+    def of(self, rank: int) -> Tensor:
+        """That rank's part (uint8 [num_bytes], aligned to a page)."""
+        return self._memory[rank]
+
+
+class ShmGroup(Group):
+    """Ranks of one host, CPU tensors of any strides.
+
+    Made by all members at once. Raises `DeviceError` without the compiled engine, `PeerLostError` if the others do not come.
+
+    store: of this group alone, for meeting.
+    members: what to call each rank in errors, like "rank 3 (dp=3)".
+    timeout: how long a wait may take.
+    ranks_here: ranks on this machine, this group's or not: with more than cores, waiting ranks do not spin.
+    activity: where this rank writes that it waits. After a wait that failed it still says so.
+    files: how memory is shared; None: as the system allows.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        members: Sequence[str],
+        *,
+        timeout: timedelta,
+        ranks_here: int | None = None,
+        activity: Activity | None = None,
+        settings: Settings | None = None,
+        files: Files | None = None,
+    ) -> None:
+        if not _engine:
+            raise DeviceError(why_not())
+        if size > _MOST_RANKS:
+            raise DeviceError(f"{size} ranks cannot share memory, {_MOST_RANKS} can. Let them talk over Gloo (--transport gloo).")
+        self._rank, self._size = rank, size
+        self._members = tuple(members)
+        self._timeout = timeout.total_seconds()
+        self._activity = activity or Activity()
+        self._own_abort = False
+        self._kept: deque[tuple[int, Any]] = deque()  # what the engine still reads or writes, by number of operation
+        self._reductions: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
+        self._windows: list[Window] = []
+        self._settings = settings or Settings()
+        if (ranks_here or size) > _cores():
+            self._settings = Settings(**{**self._settings.__dict__, "spins": 0})
+        meeting = Meeting(store, rank, size, self._members, self._timeout)
+        self._files, self._processes, control, arenas, arena_file = meeting.share(_engine.control_bytes(size), _CAPACITY, files)
+        self._memory = (control, arenas, arena_file)  # mapped for as long as the group lives
+        self._peers = Peers({other: process for other, process in enumerate(self._processes) if other != rank})
+        self._handle: Handle | None = _engine.open_group(
+            rank, size, control.data_ptr(), tuple(arena.data_ptr() for arena in arenas), _CAPACITY, arena_file.descriptor, astuple(self._settings)
+        )
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
+        flat, finish = _written(tensor)
+        address = flat.data_ptr()
+        return self._start(ALL_REDUCE, flat, address, address, self._reduction(tensor.dtype, op), tensor.shape, finish=finish)
+
+    def reduce(self, tensor: Tensor, destination: int, op: Op = "sum") -> Work:
+        """Rank `destination`'s `tensor` becomes the reduction of all ranks'; the others' stay."""
+        flat, finish = _written(tensor)
+        address = flat.data_ptr()
+        return self._start(REDUCE, flat, address, address, self._reduction(tensor.dtype, op), tensor.shape, destination, finish)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
+        self._check_share("reduce_scatter", tensor, output)
+        (into, finish), whole = _written(output), _read(tensor)
+        return self._start(
+            REDUCE_SCATTER, into, whole.data_ptr(), into.data_ptr(), self._reduction(tensor.dtype, op), (into.numel(),), finish=finish, kept=whole
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        self._check_share("all_gather", output, tensor)
+        (into, finish), part = _written(output), _read(tensor)
+        return self._start(ALL_GATHER, part, part.data_ptr(), into.data_ptr(), self._moved(tensor), (part.numel(),), finish=finish, kept=into)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+        if sum(sizes) != tensor.numel() or sum(output_sizes) != output.numel() or len(sizes) != self._size or len(output_sizes) != self._size:
+            raise CollectiveError(
+                f"all_to_all on {self._members[self._rank]} sends {list(sizes)} of {tensor.numel()} elements and receives {list(output_sizes)} into "
+                f"{output.numel()}: give one size for each of the {self._size} ranks, adding up to each."
+            )
+        (into, finish), whole = _written(output), _read(tensor)
+        self._check(whole, into)
+        engine, handle = self._open()
+        dtype, _ = self._moved(tensor)
+        number = engine.start_all_to_all(handle, dtype, whole.data_ptr(), into.data_ptr(), tuple(sizes), tuple(output_sizes))
+        return self._started(number, ALL_TO_ALL, whole, finish, (whole, into))
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
+        part = _read(tensor)
+        moved, shape = self._moved(tensor), (part.numel(),)
+        if self._rank != destination:
+            return self._start(GATHER, part, part.data_ptr(), 0, moved, shape, destination)
+        written = [_written(output) for output in self._one_each("gather", outputs, tensor)]
+        places = tuple(into.data_ptr() for into, _ in written)
+        return self._start(GATHER, part, part.data_ptr(), places, moved, shape, destination, _one_after_another(written), written)
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
+        into, finish = _written(output)
+        moved, shape = self._moved(output), (into.numel(),)
+        if self._rank != source:
+            return self._start(SCATTER, into, 0, into.data_ptr(), moved, shape, source, finish)
+        parts = [_read(tensor) for tensor in self._one_each("scatter", tensors, output)]
+        return self._start(SCATTER, into, tuple(part.data_ptr() for part in parts), into.data_ptr(), moved, shape, source, finish, parts)
+
+    def gather_all(self, outputs: Sequence[Tensor], tensor: Tensor) -> Work:
+        """`all_gather` whose outputs, one for each rank, lie anywhere."""
+        part = _read(tensor)
+        written = [_written(output) for output in self._one_each("all_gather", outputs, tensor)]
+        places = tuple(into.data_ptr() for into, _ in written)
+        return self._start(
+            ALL_GATHER, part, part.data_ptr(), places, self._moved(tensor), (part.numel(),), finish=_one_after_another(written), kept=written
+        )
+
+    def scatter_reduced(self, output: Tensor, tensors: Sequence[Tensor], op: Op = "sum") -> Work:
+        """`reduce_scatter` whose inputs, one for each rank, lie anywhere."""
+        into, finish = _written(output)
+        parts = [_read(tensor) for tensor in self._one_each("reduce_scatter", tensors, output)]
+        return self._start(
+            REDUCE_SCATTER, into, tuple(part.data_ptr() for part in parts), into.data_ptr(), self._reduction(output.dtype, op), (into.numel(),),
+            finish=finish, kept=parts,
+        )  # fmt: skip
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        flat, finish = _written(tensor)
+        address = flat.data_ptr()
+        return self._start(BROADCAST, flat, address, address, self._moved(tensor), tensor.shape, source, finish)
+
+    def send(self, tensor: Tensor, destination: int, tag: int = 0) -> Work:
+        """Send to a rank; over as soon as the tensor may be changed."""
+        flat = _read(tensor)
+        self._check(flat)
+        engine, handle = self._open()
+        dtype, _ = self._moved(tensor)
+        number = engine.send(handle, destination, tag, dtype, flat.numel(), tensor.shape, flat.data_ptr())
+        return _Message(self, number, f"send of {describe(flat)} to {self._members[destination]}", destination, flat)
+
+    def recv(self, tensor: Tensor, source: int | None, tag: int = 0) -> RecvWork:
+        """Fill `tensor` with what rank `source`, or any rank, sent under that tag."""
+        flat, finish = _written(tensor)
+        self._check(flat)
+        engine, handle = self._open()
+        dtype, _ = self._moved(tensor)
+        number = engine.receive(handle, _ANY if source is None else source, tag, dtype, flat.numel(), tensor.shape, flat.data_ptr())
+        what = f"recv of {describe(flat)} from {'any rank' if source is None else self._members[source]}"
+        return _Message(self, number, what, source, flat, finish)
+
+    def barrier(self) -> Work:
+        engine, handle = self._open()
+        return self._started(engine.start(handle, BARRIER, 0, 0, 0, 0, (), 0, 0), BARRIER, None, None, None)
+
+    def window(self, num_bytes: int) -> Window:
+        """New memory of every rank, `num_bytes` of each, which all ranks ask for at once. It is kept until the group is closed.
+
+        Tensors that lie there are used in place. Raises `CollectiveError` on all ranks if one of them has too little memory.
+        """
+        problem: MeshloomError | None = None
+        descriptor = number = -1
+        try:
+            descriptor, number = self._files.create(num_bytes, backed=True)
+        except (CollectiveError, OSError) as error:
+            problem = error if isinstance(error, CollectiveError) else too_little("memory", num_bytes, None)
+        answers = torch.empty(2 * self._size, dtype=torch.int64)
+        self.all_gather(answers, torch.tensor([number, num_bytes])).wait()
+        numbers, sizes = answers.view(self._size, 2).T.tolist()
+        if problem:
+            raise problem
+        try:
+            if -1 in numbers:
+                raise CollectiveError(f"{self._members[numbers.index(-1)]} has too little memory for a window of {num_bytes} bytes.")
+            if len(set(sizes)) > 1:
+                raise CollectiveError(f"The ranks ask for windows of different sizes, {sizes} bytes: all must ask for the same.")
+            memory: list[Tensor] = []
+            for other in range(self._size):
+                opened = descriptor if other == self._rank else self._files.open(self._processes[other], numbers[other])
+                memory.append(map_file(opened, num_bytes))
+                if other != self._rank:
+                    os.close(opened)
+            self.barrier().wait()
+        finally:
+            self._files.all_have_opened(number)
+            os.close(descriptor)
+        window = Window(memory)
+        engine, handle = self._open()
+        engine.add_window(handle, tuple(each.data_ptr() for each in memory), num_bytes)
+        self._windows.append(window)
+        return window
+
+    def abort(self) -> None:
+        if self._handle and _engine:
+            self._own_abort = True
+            _engine.abort(self._handle)
+
+    def close(self) -> None:
+        """Let go of the memory; the others need not do so at the same time. Nothing can be started afterwards."""
+        self._handle = None
+        self._peers.close()
+        self._memory = None
+        self._windows.clear()
+        self._kept.clear()
+
+    def _reduction(self, dtype: torch.dtype, op: Op) -> tuple[int, int]:
+        """The engine's numbers of a dtype and an operation. Raises `CollectiveError` for a pair without a meaning."""
+        found = self._reductions.get((dtype, op))
+        if found is None:
+            if op not in OPS:
+                raise CollectiveError(f"Tensors cannot be reduced by {op!r}, but by {', '.join(OPS)}.")
+            found = DTYPES.get(dtype, -1), OPS.index(op)
+            if found[0] < 0 or not _engine or not _engine.reduces(*found):
+                raise CollectiveError(f"Tensors of {dtype} cannot be reduced by {op}.")
+            self._reductions[dtype, op] = found
+        return found
+
+    def _moved(self, tensor: Tensor) -> tuple[int, int]:
+        number = DTYPES.get(tensor.dtype)
+        return (MOVED[tensor.element_size()] if number is None else number), 0
+
+    def _start(
+        self,
+        kind: int,
+        tensor: Tensor,
+        source: int | tuple[int, ...],
+        target: int | tuple[int, ...],
+        how: tuple[int, int],
+        shape: tuple[int, ...],
+        root: int = 0,
+        finish: Callable[[], None] | None = None,
+        kept: Any = None,
+    ) -> Work:
+        """tensor: what is compared between ranks: its dtype, count and `shape`. kept: other tensors that must live until the end."""
+        self._check(tensor)
+        engine, handle = self._open()
+        number = engine.start(handle, kind, how[1], how[0], root, tensor.numel(), shape, source, target)
+        return self._started(number, kind, tensor, finish, (tensor, kept))
+
+    def _started(self, number: int, kind: int, tensor: Tensor | None, finish: Callable[[], None] | None, kept: Any) -> Work:
+        self._kept.append((number, kept))
+        return _Operation(self, number, kind, tensor, finish)
+
+    def _open(self) -> tuple[Any, Handle]:
+        if self._own_abort:
+            raise PeerLostError(f"{self._members[self._rank]} has aborted its group: nothing can run in it.")
+        if not self._handle:
+            raise CollectiveError(f"{self._members[self._rank]} has closed its group: nothing can run in it.")
+        return _engine, self._handle
+
+    def _check(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                raise CollectiveError(f"Ranks that talk through memory exchange CPU tensors, and this one is on {tensor.device}.")
+
+    def _check_share(self, name: str, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != self._size * part.numel() or whole.dtype != part.dtype:
+            raise CollectiveError(
+                f"{name} on {self._members[self._rank]}: {describe(whole)} is not {self._size} times {describe(part)}, for {self._size} ranks."
+            )
+
+    def _one_each(self, name: str, tensors: Sequence[Tensor] | None, share: Tensor) -> Sequence[Tensor]:
+        if tensors is None or len(tensors) != self._size or any(each.numel() != share.numel() or each.dtype != share.dtype for each in tensors):
+            given = "none" if tensors is None else ", ".join(describe(each) for each in tensors)
+            raise CollectiveError(f"{name} on {self._members[self._rank]} needs {self._size} tensors of {describe(share)}, and was given {given}.")
+        return tensors
+
+    def wait_for(self, number: int, what: Callable[[], str], message: bool, peer: int | None = None) -> None:
+        """Wait for an operation or a message of this group; `what` it is, for errors, and with whom."""
+        engine, handle = self._open()
+        wait = engine.wait_message if message else engine.wait
+        if wait(handle, number, 0) != DONE:
+            self._activity.waits()
+            deadline = time.monotonic() + self._timeout
+            missed: set[int] = set()
+            while (status := wait(handle, number, _SLICE_MICROSECONDS)) != DONE:
+                if status != WAITING:
+                    raise self._failure(status, what(), message)
+                missed = self._look_after(number, what, message, peer, deadline, missed)
+            self._activity.goes_on()
+        if not message:
+            kept = self._kept
+            while kept and kept[0][0] <= number:
+                kept.popleft()
+
+    def is_over(self, number: int, message: bool) -> bool:
+        """Whether a wait for it would return at once, or raise."""
+        engine, handle = self._open()
+        return (engine.wait_message if message else engine.wait)(handle, number, 0) != WAITING
+
+    def source_of(self, number: int) -> int:
+        """Whom a message that has come is from; it is forgotten then."""
+        engine, handle = self._open()
+        source = engine.message_source(handle, number)
+        engine.release_message(handle, number)
+        return source
+
+    def _look_after(self, number: int, what: Callable[[], str], message: bool, peer: int | None, deadline: float, missed: set[int]) -> set[int]:
+        """Raise if a peer that is needed has gone, or all took too long. missed: those that were gone at the last look already."""
+        engine, handle = self._open()
+        gone = self._peers.gone()
+        here = self._members[self._rank]
+        behind = [rank for rank in range(self._size) if not message and engine.started(handle, rank) <= number]
+        for rank in sorted(gone):
+            # One that had started it has done its part, unless it died in the middle: then nothing moves any more.
+            needed = rank == peer or peer is None if message else rank in behind or (not behind and rank in missed)
+            if needed and rank in missed:
+                raise PeerLostError(f"{here} lost {self._members[rank]}, whose process has ended, in {what()}.")
+        if time.monotonic() > deadline:
+            late = [rank for rank in behind if rank != self._rank] or ([peer] if peer is not None else [])
+            who = ", ".join(self._members[rank] for rank in late) or "the other ranks"
+            last = "".join(f" {self._members[rank]} {self._last_of(rank)}." for rank in late[:3] if not message)
+            raise PeerLostError(f"{here} waited too long for {who} in {what()}: longer than {self._timeout:g} s.{last}")
+        return gone
+
+    def _last_of(self, rank: int) -> str:
+        engine, handle = self._open()
+        started = engine.started(handle, rank)
+        found = engine.descriptor(handle, rank, started - 1) if started else None
+        return f"has started {call_of(found)} last" if found else "has started nothing yet"
+
+    def _failure(self, status: int, what: str, message: bool) -> MeshloomError:
+        engine, handle = self._open()
+        here = self._members[self._rank]
+        if status == ABORTED:
+            return PeerLostError(f"{here} lost {self._members[engine.aborted_by(handle)]}, which has aborted, in {what}.")
+        if status == NO_SPACE:
+            return too_little("memory", engine.missing_bytes(handle), None)
+        if status == MISMATCH:
+            rank, number = engine.mismatch(handle)
+            there = self._members[rank]
+            if message:
+                sent = engine.letter(handle, rank, number)
+                return CollectiveError(f"{what} on {here} met {tensor_of(sent)} from {there}: give recv the shape and dtype that were sent.")
+            own, other = engine.descriptor(handle, self._rank, number), engine.descriptor(handle, rank, number)
+            if own == other:
+                return CollectiveError(f"{what}: the sizes that {here} and {there} expect of each other differ.")
+            return CollectiveError(
+                f"{here} called {call_of(own)} where {there} called {call_of(other)}: all ranks of a group must make the same calls in the same order."
+            )
+        return CollectiveError(f"{here} is out of memory in {what}.")
+
+
+class RecvWork(Work):
+    """A started receive.
+
+    source: the rank that the tensor came from, once it has come.
+    """
+
+    source: int | None
+
+
+class _Operation(Work):
+    def __init__(self, group: ShmGroup, number: int, kind: int, tensor: Tensor | None, finish: Callable[[], None] | None) -> None:
+        self._group, self._number, self._kind, self._tensor, self._finish = group, number, kind, tensor, finish
+        self._done = False
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        self._group.wait_for(self._number, self._what, message=False)
+        if self._finish:
+            self._finish()
+        self._done = True
+
+    def is_finished(self) -> bool:
+        return self._done or self._group.is_over(self._number, message=False)
+
+    def _what(self) -> str:
+        return KINDS[self._kind] + ("" if self._tensor is None else f" of {describe(self._tensor)}")
+
+
+class _Message(RecvWork):
+    def __init__(self, group: ShmGroup, number: int, what: str, peer: int | None, tensor: Tensor, finish: Callable[[], None] | None = None) -> None:
+        self._group, self._number, self._text, self._peer, self._finish = group, number, what, peer, finish
+        self._tensor = tensor  # lives until the message is over
+        self.source = peer
+        self._done = False
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        self._group.wait_for(self._number, lambda: self._text, message=True, peer=self._peer)
+        source = self._group.source_of(self._number)
+        self.source = self._peer if source < 0 else source
+        if self._finish:
+            self._finish()
+        self._done = True
+
+    def is_finished(self) -> bool:
+        return self._done or self._group.is_over(self._number, message=True)
+
+
+def _read(tensor: Tensor) -> Tensor:
+    """The same elements, contiguous and as they stand in memory."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _written(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """A contiguous tensor to write to, and what brings it to `tensor` afterwards, if that is needed."""
+    flat = _read(tensor)
+    if flat is tensor:
+        return flat, None
+    target = tensor.detach()
+
+    def finish() -> None:
+        target.copy_(flat)
+
+    return flat, finish
+
+
+def _one_after_another(written: Sequence[tuple[Tensor, Callable[[], None] | None]]) -> Callable[[], None] | None:
+    finishes = [finish for _, finish in written if finish]
+    if not finishes:
+        return None
+
+    def finish_all() -> None:
+        for finish in finishes:
+            finish()
+
+    return finish_all
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
