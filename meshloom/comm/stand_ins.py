@@ -1,7 +1,7 @@
-"""Contiguous host tensors in the place of tensors on a GPU or with gaps, for a transport that knows no others.
+"""Host tensors in the place of tensors on a GPU, for a transport that knows no others.
 
     near = StandIns()
-    host = near.changed(tensor)      the tensor itself, if it is contiguous and on the CPU; else a copy (pinned, for a GPU's)
+    host = near.changed(tensor)      the tensor itself, if it is on the CPU; else a copy in pinned memory
     near.arrive()                    what was copied from GPUs is there
     ...                              the transport reads and writes `host`
     near.bring_back()                what was written goes where it belongs
@@ -20,26 +20,25 @@ from torch import Tensor
 
 
 class StandIns:
-    """Those of one call."""
+    """Those of one call. All its tensors lie on one device, as torch.distributed demands."""
 
     def __init__(self) -> None:
         self._back: list[tuple[Tensor, Tensor]] = []  # where it belongs, and what was written in its place
-        self._streams: dict[torch.device, Any] = {}
+        self._stream: Any = None
 
     def read(self, tensor: Tensor) -> Tensor:
-        """`tensor`, to be read: contiguous, on the CPU."""
-        tensor = tensor.detach()
-        return tensor if _is_plain(tensor) else self._copy_of(tensor)
+        """`tensor`, to be read."""
+        return tensor if tensor.is_cpu else self._empty(tensor.shape, tensor).copy_(tensor, non_blocking=True)
 
     def changed(self, tensor: Tensor) -> Tensor:
         """`tensor`, to be read and written."""
-        host = self.read(tensor)
-        return self._returned(tensor.detach(), host)
-
-    def written(self, tensor: Tensor, apart_from: Tensor | None = None) -> Tensor:
-        """`tensor`, to be written only; not in memory that `apart_from` is read from."""
         tensor = tensor.detach()
-        if _is_plain(tensor) and not (apart_from is not None and overlap(tensor, apart_from)):
+        return tensor if tensor.is_cpu else self._returned(tensor, self.read(tensor))
+
+    def written(self, tensor: Tensor, apart_from: Tensor | Sequence[Tensor] = ()) -> Tensor:
+        """`tensor`, to be written only; not in memory that `apart_from` is read from."""
+        tensor, others = tensor.detach(), [apart_from] if isinstance(apart_from, Tensor) else apart_from
+        if tensor.is_cpu and not any(_overlap(tensor, other) for other in others):
             return tensor
         return self._returned(tensor, self._empty(tensor.shape, tensor))
 
@@ -54,56 +53,50 @@ class StandIns:
         """Flat, to be written: what will be all elements of `tensors` behind each other."""
         flat = self._empty([sum(each.numel() for each in tensors)], tensors[0])
         for part, tensor in zip(flat.split([each.numel() for each in tensors]), tensors, strict=True):
-            self._back.append((tensor.detach(), part.view(tensor.shape)))
+            self._returned(tensor.detach(), part.view(tensor.shape))
         return flat
 
     def arrive(self) -> None:
-        """Wait for the copies from GPUs."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        """Wait for the copies from a GPU."""
+        if self._stream:
+            self._stream.synchronize()
 
     def bring_back(self) -> None:
         """Copy what was written."""
-        self.on_streams(lambda: [tensor.copy_(host, non_blocking=True) for tensor, host in self._back])
+        self.on_stream(lambda: [tensor.copy_(host, non_blocking=True) for tensor, host in self._back])
         self._back = []
 
     def follow(self) -> None:
-        """What the current streams run next comes after what was brought back."""
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+        """What the current stream runs next comes after what was brought back."""
+        if self._stream:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def devices(self) -> list[torch.device]:
-        """The GPUs whose tensors take part."""
-        return list(self._streams)
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU whose tensors take part, if there is one."""
+        return self._stream.device if self._stream else None
 
-    def on_streams(self, act: Callable[[], object]) -> None:
-        """`act()` while the streams of this call are current."""
-        streams = list(self._streams.values())
-        if not streams:
+    def on_stream(self, act: Callable[[], object]) -> None:
+        """`act()` while this call's stream is current."""
+        if self._stream:
+            with torch.cuda.stream(self._stream):
+                act()
+        else:
             act()
-            return
-        with torch.cuda.stream(streams[0]):  # all tensors of a call lie on one GPU, as torch.distributed demands
-            act()
-
-    def _copy_of(self, tensor: Tensor) -> Tensor:
-        host = self._empty(tensor.shape, tensor)
-        return host.copy_(tensor, non_blocking=True)
 
     def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        if like.is_cuda:
-            self._streams.setdefault(like.device, torch.cuda.current_stream(like.device))
+        if like.is_cuda and self._stream is None:
+            self._stream = torch.cuda.current_stream(like.device)
         return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
     def _returned(self, tensor: Tensor, host: Tensor) -> Tensor:
-        if host is not tensor and not (_is_plain(tensor) and host.data_ptr() == tensor.data_ptr()):
-            self._back.append((tensor, host))
+        self._back.append((tensor, host))
         return host
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    return one.device == other.device and one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether both lie in one storage: pieces of it that do not touch are told apart only if they are contiguous."""
+    if one.device != other.device or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    apart = one.data_ptr() >= other.data_ptr() + other.nbytes or other.data_ptr() >= one.data_ptr() + one.nbytes
+    return not (apart and one.is_contiguous() and other.is_contiguous())

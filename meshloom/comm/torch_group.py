@@ -5,65 +5,27 @@ Every method starts its operation and returns a `ShmWork`. torch 2.13 renamed so
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshloom.comm.group import ReduceOp, Work
+from meshloom.comm.group import Work
 from meshloom.comm.one_host import check_one_host
 from meshloom.comm.shm import ShmGroup
 from meshloom.comm.sparse_sum import SparseSum
 from meshloom.comm.stand_ins import StandIns
+from meshloom.comm.torch_calls import collective, op_of, scaled
 from meshloom.comm.torch_devices import OtherBackends
-from meshloom.comm.torch_work import Completer, ShmReceived, ShmWork, TransportError
-from meshloom.errors import CollectiveError, MeshloomError
+from meshloom.comm.torch_work import Completer, ShmReceived, ShmWork
+from meshloom.errors import CollectiveError
 
 _ProcessGroup: Any = dist.ProcessGroup
 _options: Any = importlib.import_module("torch._C._distributed_c10d")
-_Kind: Any = dist.ReduceOp.RedOpType
-
-_OPS = {
-    _Kind.SUM: "sum",
-    _Kind.AVG: "avg",
-    _Kind.PRODUCT: "product",
-    _Kind.MIN: "min",
-    _Kind.MAX: "max",
-    _Kind.BAND: "and",
-    _Kind.BOR: "or",
-    _Kind.BXOR: "xor",
-    _Kind.PREMUL_SUM: "sum",
-}
-
-
-def _collective(options: Callable[[], Any] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For methods that carry tensors.
-
-    They hand the call to the backend of the tensors' device, and raise what callers of torch.distributed expect.
-    options: makes the last argument, where the caller has left it out.
-    """
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        num_arguments = method.__code__.co_argcount - 1
-
-        @functools.wraps(method)
-        def call(self: ShmProcessGroup, *arguments: Any, **named: Any) -> Any:
-            if options and len(arguments) + len(named) < num_arguments:
-                named["opts"] = options()
-            try:
-                other = self.carrier_of(arguments)
-                return getattr(other, method.__name__)(*arguments, **named) if other else method(self, *arguments, **named)
-            except MeshloomError as error:
-                raise TransportError(str(error)) from error
-
-        return call
-
-    return decorate
 
 
 class ShmProcessGroup(_ProcessGroup):
@@ -89,101 +51,98 @@ class ShmProcessGroup(_ProcessGroup):
 
     # --- Collectives
 
-    @_collective(_options.AllreduceOptions)
+    @collective(_options.AllreduceOptions)
     def allreduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         return self._sparse_sum(tensors, opts) if tensors[0].layout != torch.strided else self._all_reduced(tensors, opts)
 
-    @_collective(_options.AllreduceCoalescedOptions)
+    @collective(_options.AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         return self._all_reduced(tensors, opts)
 
-    @_collective(_options.ReduceOptions)
+    @collective(_options.ReduceOptions)
     def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         near, root = StandIns(), opts.rootRank
         host = [near.changed(tensor) if root == self.rank() else near.read(tensor) for tensor in tensors]
 
         def start() -> list[Work]:
-            return [self._group.reduce(_scaled(tensor, opts.reduceOp), root, _op(opts.reduceOp)) for tensor in host]
+            return [self._group.reduce(scaled(tensor, opts.reduceOp), root, op_of(opts.reduceOp)) for tensor in host]
 
         return self._start("reduce", near, tensors, opts, start)
 
-    @_collective(_options.BroadcastOptions)
+    @collective(_options.BroadcastOptions)
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
         host = [near.changed(tensor) if opts.rootRank == self.rank() else near.written(tensor) for tensor in tensors]
         return self._start("broadcast", near, tensors, opts, lambda: [self._group.broadcast(tensor, opts.rootRank) for tensor in host])
 
-    @_collective(_options.AllgatherOptions)
+    @collective(_options.AllgatherOptions)
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> ShmWork:
         return self._all_gather([output], [tensor], opts)
 
-    @_collective(_options.AllgatherOptions)
+    @collective(_options.AllgatherOptions)
     def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
         return self._all_gather(outputs, tensors, opts)
 
-    @_collective(_options.AllgatherOptions)
+    @collective(_options.AllgatherOptions)
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
-        for each, tensor in zip(outputs, tensors, strict=True):
-            self._check_parts("all_gather", each, tensor)
-        host = [(near.parted(each), near.read(tensor)) for each, tensor in zip(outputs, tensors, strict=True)]
-        result = [tensor for each in outputs for tensor in each]
-        return self._start("all_gather", near, result, opts, lambda: [self._group.all_gather(output, tensor.view(-1)) for output, tensor in host])
+        host = [
+            ([near.written(output, apart_from=tensor) for output in each], near.read(tensor)) for each, tensor in zip(outputs, tensors, strict=True)
+        ]
+        result = [output for each in outputs for output in each]
+        return self._start("all_gather", near, result, opts, lambda: [self._group.gather_all(each, tensor) for each, tensor in host])
 
-    @_collective(_options.AllgatherOptions)
+    @collective(_options.AllgatherOptions)
     def allgather_coalesced(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> ShmWork:
         return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], tensors, opts)
 
-    @_collective(_options.ReduceScatterOptions)
+    @collective(_options.ReduceScatterOptions)
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> ShmWork:
         return self._reduce_scatter([output], [tensor], opts)
 
-    @_collective(_options.ReduceScatterOptions)
+    @collective(_options.ReduceScatterOptions)
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
         return self._reduce_scatter(outputs, tensors, opts)
 
-    @_collective(_options.ReduceScatterOptions)
+    @collective(_options.ReduceScatterOptions)
     def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> ShmWork:
         near = StandIns()
-        for output, each in zip(outputs, tensors, strict=True):
-            self._check_parts("reduce_scatter", each, output)
-        host = [(near.written(output).view(-1), near.joined(each)) for output, each in zip(outputs, tensors, strict=True)]
-        return self._start("reduce_scatter", near, outputs, opts, lambda: self._reduced_parts(host, opts.reduceOp))
+        host = [
+            (near.written(output, apart_from=each), [scaled(near.read(tensor), opts.reduceOp) for tensor in each])
+            for output, each in zip(outputs, tensors, strict=True)
+        ]
+        op = op_of(opts.reduceOp)
+        return self._start("reduce_scatter", near, outputs, opts, lambda: [self._group.scatter_reduced(output, each, op) for output, each in host])
 
-    @_collective(_options.AllToAllOptions)
+    @collective(_options.AllToAllOptions)
     def all_to_all_single(self, output: Tensor, tensor: Tensor, output_rows: list[int], rows: list[int], opts: Any) -> ShmWork:
         sizes, output_sizes = self._elements(tensor, rows), self._elements(output, output_rows)
         near = StandIns()
-        source = near.read(tensor).view(-1)
-        target = near.written(output, apart_from=source).view(-1)
+        source, target = near.read(tensor), near.written(output, apart_from=tensor)
         return self._start("all_to_all", near, [output], opts, lambda: [self._group.all_to_all(target, source, output_sizes, sizes)])
 
-    @_collective(_options.AllToAllOptions)
+    @collective(_options.AllToAllOptions)
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
         source, target = near.joined(tensors), near.parted(outputs)
         sizes, output_sizes = [tensor.numel() for tensor in tensors], [output.numel() for output in outputs]
         return self._start("all_to_all", near, outputs, opts, lambda: [self._group.all_to_all(target, source, output_sizes, sizes)])
 
-    @_collective(_options.GatherOptions)
+    @collective(_options.GatherOptions)
     def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> ShmWork:
         near, root = StandIns(), opts.rootRank
         result = outputs[0] if root == self.rank() else []
-        if root == self.rank():
-            self._check_parts("gather", result, tensors[0])
         host, targets = near.read(tensors[0]), [near.written(output) for output in result]
         return self._start("gather", near, result, opts, lambda: [self._group.gather(targets if root == self.rank() else None, host, root)])
 
-    @_collective(_options.ScatterOptions)
+    @collective(_options.ScatterOptions)
     def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> ShmWork:
         near, root = StandIns(), opts.rootRank
-        if root == self.rank():
-            self._check_parts("scatter", tensors[0], outputs[0])
         sources = [near.read(tensor) for tensor in tensors[0]] if root == self.rank() else None
         target = near.written(outputs[0])
         return self._start("scatter", near, outputs, opts, lambda: [self._group.scatter(target, sources, root)])
 
-    @_collective(_options.BarrierOptions)
+    @collective(_options.BarrierOptions)
     def barrier(self, opts: Any) -> ShmWork:
         return self._start("barrier", StandIns(), [], opts, lambda: [self._group.barrier()])
 
@@ -196,17 +155,17 @@ class ShmProcessGroup(_ProcessGroup):
 
     # --- Messages
 
-    @_collective()
+    @collective()
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> ShmWork:
         near = StandIns()
         host = [near.read(tensor) for tensor in tensors]
         return self._start("send", near, [], None, lambda: [self._group.send(tensor, destination, tag) for tensor in host])
 
-    @_collective()
+    @collective()
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> ShmWork:
         return self._receive(tensors, source, tag)
 
-    @_collective()
+    @collective()
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
         return self._receive(tensors, None, tag)
 
@@ -264,33 +223,22 @@ class ShmProcessGroup(_ProcessGroup):
 
     # --- Inside
 
-    def carrier_of(self, arguments: Sequence[Any]) -> Any:
-        """The group that carries a call's tensors, if it is another one."""
-        tensor = _first_tensor(arguments)
+    def carrier_of(self, tensor: Tensor | None) -> Any:
+        """The group that carries such a tensor, if it is another one."""
         return None if tensor is None else self._others.group_of(tensor.device.type)
 
     def _all_gather(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
-        for output, tensor in zip(outputs, tensors, strict=True):
-            self._check_whole("all_gather", output, tensor)
-        host: list[tuple[Tensor, Tensor]] = []
-        for output, tensor in zip(outputs, tensors, strict=True):
-            source = near.read(tensor).view(-1)
-            host.append((near.written(output, apart_from=source).view(-1), source))
+        host = [(near.written(output, apart_from=tensor), near.read(tensor)) for output, tensor in zip(outputs, tensors, strict=True)]
         return self._start("all_gather", near, outputs, opts, lambda: [self._group.all_gather(output, tensor) for output, tensor in host])
 
     def _reduce_scatter(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
-        near = StandIns()
-        for output, tensor in zip(outputs, tensors, strict=True):
-            self._check_whole("reduce_scatter", tensor, output)
-        host: list[tuple[Tensor, Tensor]] = []
-        for output, tensor in zip(outputs, tensors, strict=True):
-            source = near.read(tensor).view(-1)
-            host.append((near.written(output, apart_from=source).view(-1), source))
-        return self._start("reduce_scatter", near, outputs, opts, lambda: self._reduced_parts(host, opts.reduceOp))
-
-    def _reduced_parts(self, host: list[tuple[Tensor, Tensor]], kind: Any) -> list[Work]:
-        return [self._group.reduce_scatter(output, _scaled(tensor, kind), _op(kind)) for output, tensor in host]
+        near, op = StandIns(), op_of(opts.reduceOp)
+        host = [
+            (near.written(output, apart_from=tensor), scaled(near.read(tensor), opts.reduceOp))
+            for output, tensor in zip(outputs, tensors, strict=True)
+        ]
+        return self._start("reduce_scatter", near, outputs, opts, lambda: [self._group.reduce_scatter(output, tensor, op) for output, tensor in host])
 
     def _all_reduced(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
@@ -298,12 +246,12 @@ class ShmProcessGroup(_ProcessGroup):
         return self._start("all_reduce", near, tensors, opts, lambda: [self._all_reduce(tensor, opts.reduceOp) for tensor in host])
 
     def _all_reduce(self, tensor: Tensor, kind: Any) -> Work:
-        if (scaled := _scaled(tensor, kind)) is not tensor:
+        if (scaled := scaled(tensor, kind)) is not tensor:
             tensor.copy_(scaled)
-        return self._group.all_reduce(tensor, _op(kind))
+        return self._group.all_reduce(tensor, op_of(kind))
 
     def _sparse_sum(self, tensors: list[Tensor], opts: Any) -> ShmWork:
-        if _op(opts.reduceOp) != "sum" or len(tensors) != 1:
+        if op_of(opts.reduceOp) != "sum" or len(tensors) != 1:
             raise CollectiveError("The shm backend reduces sparse tensors one by one and with SUM only; make them dense first.")
         total = SparseSum(self._group, tensors[0])
         return self._start("all_reduce of a sparse tensor", StandIns(), tensors, opts, total.start, total.finish)
@@ -338,42 +286,9 @@ class ShmProcessGroup(_ProcessGroup):
             return [tensor.numel() // self.size()] * self.size()
         return [count * tensor[:1].numel() for count in rows] if tensor.shape[0] else [0] * self.size()
 
-    def _check_parts(self, what: str, parts: Sequence[Tensor], one: Tensor) -> None:
-        if len(parts) != self.size() or any(part.numel() != one.numel() or part.dtype != one.dtype for part in parts):
-            shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise CollectiveError(f"{what}: {self.size()} ranks need {self.size()} tensors like {_text(one)}, and got {shapes}.")
-
-    def _check_whole(self, what: str, whole: Tensor, part: Tensor) -> None:
-        if whole.numel() != self.size() * part.numel() or whole.dtype != part.dtype:
-            raise CollectiveError(f"{what}: {_text(whole)} are not {self.size()} times {_text(part)}.")
-
     # Names before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _op(kind: Any) -> ReduceOp:
-    return cast(ReduceOp, _OPS[kind.__getstate__()[0]])
-
-
-def _scaled(tensor: Tensor, kind: Any) -> Tensor:
-    """What PREMUL_SUM sums."""
-    factor = kind.__getstate__()[1]
-    return tensor if factor is None else tensor * torch.as_tensor(factor, dtype=tensor.dtype, device=tensor.device)
-
-
-def _text(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _first_tensor(arguments: Sequence[Any]) -> Tensor | None:
-    """The first tensor among arguments that are tensors, lists of them, and lists of lists."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            return argument
-        if isinstance(argument, list) and (found := _first_tensor(cast(list[Any], argument))) is not None:
-            return found
-    return None

@@ -83,7 +83,7 @@ class ShmWork(_DistWork):
     def get_future(self) -> Future[list[Tensor]]:
         """A future of `result`. If the operation is under way, another thread waits for it."""
         if self._future is None:
-            devices: Any = self._near.devices() or None
+            devices: Any = [self._near.device] if self._near.device else None
             self._future = Future(devices=devices)
             if self.is_completed():
                 self.complete()
@@ -100,7 +100,7 @@ class ShmWork(_DistWork):
         if error:
             future.set_exception(error)
         else:
-            self._near.on_streams(lambda: future.set_result(self._result))
+            self._near.on_stream(lambda: future.set_result(self._result))
 
     def _settle(self, deadline: float | None, limit: timedelta | None) -> None:
         if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
