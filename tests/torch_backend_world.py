@@ -156,8 +156,8 @@ def operations(group: Any) -> Any:
     rows = [rank + 1] * size
     output = torch.empty(sum(range(1, size + 1)), 2)
     keep(dist.all_to_all_single(output, numbers(sum(rows), 2), list(range(1, size + 1)), rows, group=group, async_op=True), output)
-    outputs = [torch.empty(other + 1, 3) for other in range(size)]
-    keep(dist.all_to_all(outputs, [numbers(rank + 1, 3) for _ in range(size)], group=group, async_op=True), *outputs)
+    outputs = [torch.empty(2, 3) for _ in range(size)]  # Gloo has no others
+    keep(dist.all_to_all(outputs, [numbers(2, 3) + other for other in range(size)], group=group, async_op=True), *outputs)
     for root in range(size):
         tensor = numbers(2, 2)
         outputs = [torch.empty(4) for _ in range(size)] if rank == root else None
@@ -184,6 +184,26 @@ def operations(group: Any) -> Any:
     return [*found, future.wait()]
 
 
+def beyond() -> list[Any]:
+    """What Gloo does not do, on two ranks over shm."""
+    rank, ops = dist.get_rank(), dist.ReduceOp
+    premultiplied = torch._C._distributed_c10d._make_nccl_premul_sum(0.5)
+    results: list[Any] = []
+    for op, tensor in (
+        (ops.AVG, torch.tensor([1.0, 4.0]) * (rank + 1)),
+        (ops.AVG, torch.tensor([1 + 2j]) * (rank + 1)),
+        (premultiplied, torch.tensor([2.0, 6.0]) * (rank + 1)),
+        (ops.BOR, torch.tensor([rank == 0, rank == 1, False])),
+    ):
+        dist.all_reduce(tensor, op)
+        results.append(tensor.tolist())
+    output, tensor = torch.empty(1), torch.tensor([2.0, 6.0])
+    dist.reduce_scatter(output, [tensor[:1], tensor[1:]], premultiplied)
+    received = [torch.empty(rank + 1), torch.empty(rank + 1)]
+    dist.all_to_all(received, [torch.full((1,), float(rank)), torch.full((2,), float(rank))])  # parts of unequal sizes
+    return [*results, output.tolist(), tensor.tolist(), [each.tolist() for each in received]]
+
+
 SCENARIOS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (ddp, fsdp, tensor_parallel, placements, pipeline, operations)}
 
 
@@ -197,5 +217,6 @@ def world() -> dict[str, Any]:
     shm: Any = dist.group.WORLD
     found: dict[str, Any] = {name: (scenario(shm), scenario(gloo)) for name, scenario in SCENARIOS.items()}
     found["checkpoint"] = checkpoint(shm, gloo) + checkpoint(gloo, shm)
+    found["beyond"] = beyond()
     dist.destroy_process_group()
     return found

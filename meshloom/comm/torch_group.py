@@ -246,8 +246,8 @@ class ShmProcessGroup(_ProcessGroup):
         return self._start("all_reduce", near, tensors, opts, lambda: [self._all_reduce(tensor, opts.reduceOp) for tensor in host])
 
     def _all_reduce(self, tensor: Tensor, kind: Any) -> Work:
-        if (scaled := scaled(tensor, kind)) is not tensor:
-            tensor.copy_(scaled)
+        if (summand := scaled(tensor, kind)) is not tensor:
+            tensor.copy_(summand)
         return self._group.all_reduce(tensor, op_of(kind))
 
     def _sparse_sum(self, tensors: list[Tensor], opts: Any) -> ShmWork:

@@ -139,7 +139,8 @@ def _rank(end: Connection, suite: Any, name: str, rank: int, num_ranks: int, dir
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    os.environ.update(TEMP_DIR=directory, RANK=str(rank))
+    os.environ.update(TEMP_DIR=directory, TMPDIR=directory, RANK=str(rank))
+    tempfile.tempdir = directory
     try:
         end.send(_outcome(suite, name, rank, num_ranks, directory, barrier))
     finally:
