@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,21 +14,27 @@ import torch
 import torch.distributed as dist
 from processes import on_ranks
 from torch.utils import _pytree as pytree
-from torch_backend_world import SCENARIOS, world
 
+from meshloom.comm import shm
 from meshloom.comm.one_host import check_one_host
 from meshloom.comm.shm import why_not
-from meshloom.errors import CollectiveError, MeshloomError, PeerLostError
+from meshloom.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(why_not()), reason=why_not() or "it is there")]
 
 
+def _world() -> dict[str, Any]:
+    from torch_backend_world import world  # imports all of torch's tools, which only the ranks need
+
+    return world()
+
+
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return on_ranks(world, 2)
+    return on_ranks(_world, 2)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor_parallel", "placements", "pipeline", "operations"])
 def test_shm_equals_gloo(found: list[dict[str, Any]], name: str):
     """Bit by bit: the sum of two numbers does not depend on their order."""
     for rank in found:
@@ -112,3 +120,10 @@ def test_ranks_of_several_hosts_are_refused():
 def test_a_rank_that_does_not_join_is_named():
     with pytest.raises(PeerLostError, match="rank 0 waited 0.1 s for rank 4 to join the group"):
         check_one_host(dist.HashStore(), 0, ["rank 0", "rank 4"], timedelta(seconds=0.1))
+
+
+def test_without_the_compiled_engine_importing_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shm, "_engine", None)
+    monkeypatch.delitem(sys.modules, "meshloom.comm.torch_backend", raising=False)
+    with pytest.raises(DeviceError, match="The shm backend is not available: .* install a C compiler and Python's headers"):
+        importlib.import_module("meshloom.comm.torch_backend")

@@ -64,10 +64,13 @@ class ShmProcessGroup(_ProcessGroup):
         near, root = StandIns(), opts.rootRank
         host = [near.changed(tensor) if root == self.rank() else near.read(tensor) for tensor in tensors]
 
-        def start() -> list[Work]:
-            return [self._group.reduce(scaled(tensor, opts.reduceOp), root, op_of(opts.reduceOp)) for tensor in host]
+        def start(tensor: Tensor) -> Work:
+            summand = scaled(tensor, opts.reduceOp)
+            if root == self.rank() and summand is not tensor:
+                summand = tensor.copy_(summand)
+            return self._group.reduce(summand, root, op_of(opts.reduceOp))
 
-        return self._start("reduce", near, tensors, opts, start)
+        return self._start("reduce", near, tensors, opts, lambda: [start(tensor) for tensor in host])
 
     @collective(_options.BroadcastOptions)
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
@@ -106,13 +109,15 @@ class ShmProcessGroup(_ProcessGroup):
 
     @collective(_options.ReduceScatterOptions)
     def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> ShmWork:
-        near = StandIns()
+        near, kind = StandIns(), opts.reduceOp
         host = [
-            (near.written(output, apart_from=each), [scaled(near.read(tensor), opts.reduceOp) for tensor in each])
-            for output, each in zip(outputs, tensors, strict=True)
+            (near.written(output, apart_from=each), [near.read(tensor) for tensor in each]) for output, each in zip(outputs, tensors, strict=True)
         ]
-        op = op_of(opts.reduceOp)
-        return self._start("reduce_scatter", near, outputs, opts, lambda: [self._group.scatter_reduced(output, each, op) for output, each in host])
+
+        def start() -> list[Work]:
+            return [self._group.scatter_reduced(output, [scaled(tensor, kind) for tensor in each], op_of(kind)) for output, each in host]
+
+        return self._start("reduce_scatter", near, outputs, opts, start)
 
     @collective(_options.AllToAllOptions)
     def all_to_all_single(self, output: Tensor, tensor: Tensor, output_rows: list[int], rows: list[int], opts: Any) -> ShmWork:
@@ -233,12 +238,13 @@ class ShmProcessGroup(_ProcessGroup):
         return self._start("all_gather", near, outputs, opts, lambda: [self._group.all_gather(output, tensor) for output, tensor in host])
 
     def _reduce_scatter(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> ShmWork:
-        near, op = StandIns(), op_of(opts.reduceOp)
-        host = [
-            (near.written(output, apart_from=tensor), scaled(near.read(tensor), opts.reduceOp))
-            for output, tensor in zip(outputs, tensors, strict=True)
-        ]
-        return self._start("reduce_scatter", near, outputs, opts, lambda: [self._group.reduce_scatter(output, tensor, op) for output, tensor in host])
+        near, kind = StandIns(), opts.reduceOp
+        host = [(near.written(output, apart_from=tensor), near.read(tensor)) for output, tensor in zip(outputs, tensors, strict=True)]
+
+        def start() -> list[Work]:
+            return [self._group.reduce_scatter(output, scaled(tensor, kind), op_of(kind)) for output, tensor in host]
+
+        return self._start("reduce_scatter", near, outputs, opts, start)
 
     def _all_reduced(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         near = StandIns()
