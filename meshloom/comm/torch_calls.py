@@ -16,6 +16,14 @@ from meshloom.errors import MeshloomError
 
 _Kind: Any = dist.ReduceOp.RedOpType
 
+BEFORE_TORCH_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
 _OPS = {
     _Kind.SUM: "sum",
     _Kind.AVG: "avg",
@@ -45,13 +53,17 @@ def collective(options: Callable[[], Any] | None = None) -> Callable[[Callable[.
                 named["opts"] = options()
             try:
                 other = self.carrier_of(_first_tensor(arguments))
-                return getattr(other, method.__name__)(*arguments, **named) if other else method(self, *arguments, **named)
+                return _named(other, method.__name__)(*arguments, **named) if other else method(self, *arguments, **named)
             except MeshloomError as error:
                 raise TransportError(str(error)) from error
 
         return call
 
     return decorate
+
+
+def _named(group: Any, name: str) -> Any:
+    return getattr(group, name if hasattr(group, name) else BEFORE_TORCH_2_13[name])
 
 
 def op_of(kind: Any) -> Op:

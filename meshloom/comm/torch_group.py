@@ -137,14 +137,15 @@ class ShmProcessGroup(_ProcessGroup):
     def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> ShmWork:
         near, root = StandIns(), opts.rootRank
         result = outputs[0] if root == self.rank() else []
-        host, targets = near.read(tensors[0]), [near.written(output) for output in result]
+        host, targets = near.read(tensors[0]), [near.written(output, apart_from=tensors[0]) for output in result]
         return self._start("gather", near, result, opts, lambda: [self._group.gather(targets if root == self.rank() else None, host, root)])
 
     @collective(_options.ScatterOptions)
     def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> ShmWork:
         near, root = StandIns(), opts.rootRank
-        sources = [near.read(tensor) for tensor in tensors[0]] if root == self.rank() else None
-        target = near.written(outputs[0])
+        given = tensors[0] if root == self.rank() else []
+        sources = [near.read(tensor) for tensor in given] if root == self.rank() else None
+        target = near.written(outputs[0], apart_from=given)
         return self._start("scatter", near, outputs, opts, lambda: [self._group.scatter(target, sources, root)])
 
     @collective(_options.BarrierOptions)

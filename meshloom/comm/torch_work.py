@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -93,11 +92,10 @@ class ShmWork(_DistWork):
 
     def complete(self) -> None:
         """Wait, then complete the future."""
-        with suppress(MeshloomError):
-            self.wait()
         future: Any = self._future
-        error = self._error
-        if error:
+        try:
+            self.wait()
+        except Exception as error:  # raised by whoever asks the future
             future.set_exception(error)
         else:
             self._near.on_stream(lambda: future.set_result(self._result))
