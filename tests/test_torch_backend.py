@@ -92,6 +92,8 @@ def _mistakes() -> dict[str, Any]:
     found["beside"] = tensor.tolist(), type(beside._get_backend(torch.device("cpu"))).__name__, beside._get_backend(torch.device("cuda")) is beside
     only = dist.new_group(backend="cuda:shm")
     found["device"] = _error_of(lambda: dist.all_reduce(tensor, group=only))
+    unequal = dist.all_reduce(torch.ones(2 + rank), group=dist.new_group(backend="shm"), async_op=True)
+    found["future"] = _error_of(unequal.get_future().wait)
     found["calls"] = _error_of(lambda: dist.all_reduce(torch.ones(3)) if rank == 0 else dist.broadcast(torch.ones(2), 0))
     return found
 
@@ -105,6 +107,9 @@ def test_mistakes_are_told_in_a_sentence_and_are_runtime_errors():
     assert first["late"] == ("barrier has reached its timeout of 0.2 s while other ranks had not started it.", True, True, True, True)
     assert first["beside"] == second["beside"] == ([2.0, 2.0], "ProcessGroupGloo", True)
     assert first["device"] == "This group has no backend for cpu tensors, it was made with 'cuda:shm'; add 'cpu:shm' to it."
+    for rank, each in enumerate((first, second)):
+        own, other = (f"all_reduce sum of float32[{2 + either}]" for either in (rank, 1 - rank))
+        assert each["future"].startswith(f"rank {rank} called {own} where rank {1 - rank} called {other}")
     calls = "all_reduce sum of float32[3]", "broadcast of float32[2] with root 0"
     assert first["calls"].startswith(f"rank 0 called {calls[0]} where rank 1 called {calls[1]}")
     assert second["calls"].startswith(f"rank 1 called {calls[1]} where rank 0 called {calls[0]}")
