@@ -53,7 +53,8 @@ def test_checkpoints_saved_over_one_are_loaded_over_the_other(found: list[dict[s
 def test_what_gloo_does_not_do(found: list[dict[str, Any]]):
     for rank, each in enumerate(found):
         assert each["beyond"] == [
-            [1.5, 6.0], [1.5 + 3j], [3.0, 9.0], [True, True, False], [[2.0], [6.0]][rank], [2.0, 6.0], [[0.0] * (rank + 1), [1.0] * (rank + 1)]
+            [1.5, 6.0], [1.5 + 3j], [3.0, 9.0], [True, True, False], [[2.0], [6.0]][rank], [2.0, 6.0], [[0.0] * (rank + 1), [1.0] * (rank + 1)],
+            [5.0 - rank],
         ]  # fmt: skip
 
 

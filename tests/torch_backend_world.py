@@ -201,7 +201,9 @@ def beyond() -> list[Any]:
     dist.reduce_scatter(output, [tensor[:1], tensor[1:]], premultiplied)
     received = [torch.empty(rank + 1), torch.empty(rank + 1)]
     dist.all_to_all(received, [torch.full((1,), float(rank)), torch.full((2,), float(rank))])  # parts of unequal sizes
-    return [*results, output.tolist(), tensor.tolist(), [each.tolist() for each in received]]
+    message = dist.irecv(torch.empty(1), 1 - rank).get_future()  # before anything is sent: does not wait
+    dist.send(torch.tensor([rank + 4.0]), 1 - rank)
+    return [*results, output.tolist(), tensor.tolist(), [each.tolist() for each in received], message.wait()[0].tolist()]
 
 
 SCENARIOS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (ddp, fsdp, tensor_parallel, placements, pipeline, operations)}

@@ -220,8 +220,8 @@ class ShmProcessGroup(_ProcessGroup):
 
     def shutdown(self) -> None:
         self._others.shutdown()
-        self._completer.close()
-        self._group.close()
+        if self._completer.close():
+            self._group.close()  # otherwise a thread still waits in its memory, which stays until the process ends
 
     def abort(self) -> None:
         self._others.abort()

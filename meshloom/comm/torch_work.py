@@ -20,6 +20,7 @@ from meshloom.errors import MeshloomError
 _DistWork: Any = dist.Work
 _NO_LIMIT = timedelta(0)  # how C++ says that a wait has none of its own
 _GLANCE_SECONDS = 0.0005
+_CLOSE_SECONDS = 1.0
 
 
 class TransportError(MeshloomError, dist.DistBackendError):
@@ -32,6 +33,8 @@ class ShmWork(_DistWork):
     what: for errors. near: brings the results back. result: the tensors that the operation fills.
     limit: how long `wait` may take; None: as long as the group's own timeout allows. completer: waits where nobody else does.
     """
+
+    in_order = True  # whether operations of its group are over in the order in which they started
 
     def __init__(
         self,
@@ -137,14 +140,7 @@ class ShmWork(_DistWork):
 class ShmReceived(ShmWork):
     """A message under way."""
 
-    def get_future(self) -> Future[list[Tensor]]:
-        """A future of `result`. A thread of its own waits for each: messages come in any order."""
-        if self._future is None and not self.is_completed():
-            self._completer = Completer()
-            future = super().get_future()
-            self._completer.close()
-            return future
-        return super().get_future()
+    in_order = False
 
     def source_rank(self) -> int:
         """The rank of the group that sent it."""
@@ -157,27 +153,42 @@ class ShmReceived(ShmWork):
 
 
 class Completer:
-    """A thread that waits for works in the order in which they were started; there is none until it is needed."""
+    """A thread that waits for works in the order in which they were started, and one for each that knows no order; there is none until it is needed.
+
+    The threads are daemons: what a rank that is gone has left unfinished does not keep this process alive.
+    """
 
     def __init__(self) -> None:
         self._works: SimpleQueue[ShmWork | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._in_order = False
         self._closed = False
 
     def complete(self, work: ShmWork) -> None:
         if self._closed:
             work.complete()
-            return
-        self._works.put(work)
-        if self._thread is None:
-            # A daemon: what a rank that is gone has left unfinished does not keep this process alive.
-            self._thread = threading.Thread(target=self._run, name="meshloom futures", daemon=True)
-            self._thread.start()
+        elif work.in_order:
+            self._works.put(work)
+            if not self._in_order:
+                self._in_order = True
+                self._begin(self._run)
+        else:
+            self._begin(work.complete)
 
-    def close(self) -> None:
-        """The thread ends after what it was given. Does not wait for it."""
+    def close(self) -> bool:
+        """Let the threads end after what they were given; whether they have."""
         self._closed = True
         self._works.put(None)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _begin(self, act: Callable[[], None]) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=act, name="meshloom futures", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _run(self) -> None:
         while (work := self._works.get()) is not None:
