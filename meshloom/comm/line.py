@@ -101,7 +101,7 @@ class Line:
 
     def close(self, linger_seconds: float) -> None:
         """For good, once the server has taken what was sent, or after this long."""
-        self._close(linger_seconds)
+        self._close(linger_seconds if self.peer is not None else 0.0)
         self.peer = None
 
     def _open(self) -> None:

@@ -22,6 +22,7 @@ from meshloom.errors import EndpointError, MeshloomError
 
 _ENVELOPE_BYTES = 256  # what CURVE adds to a frame, and more
 _HANDSHAKE_BYTES = 4096
+_NEVER_SECONDS = 1_000_000  # -1, which says never, would throw away what has arrived as soon as a connection ends
 HANDSHAKE_SECONDS = 30.0  # a server may be busy for a while before it looks at a new peer's key
 WATCHED = (
     zmq.EVENT_ACCEPTED
@@ -112,7 +113,7 @@ def open_socket(context: zmq.Context[Any], kind: int, limits: Limits, patience: 
     made.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(patience.lost_after_seconds * 1000 / 3)))
     made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, round(patience.lost_after_seconds * 1000 / 2)))
     made.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_SECONDS * 1000))
-    made.setsockopt(zmq.RECONNECT_IVL, -1)
+    made.setsockopt(zmq.RECONNECT_IVL, _NEVER_SECONDS * 1000)
     return made
 
 
@@ -134,7 +135,7 @@ class Watch:
         """Those that happened since the last call."""
         while (frames := receive(self.socket, 2)) is not None:
             event = parse_monitor_message([bytes(frame) for frame in frames])
-            yield int(event["event"]), event["value"]
+            yield int(event["event"]), int(event["value"])
 
     def close(self) -> None:
         self._watched.disable_monitor()
