@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 
 from meshloom.comm.connections import Connections
 from meshloom.comm.endpoint import Endpoint
-from meshloom.comm.keys import WorkerKey, make_keys
+from meshloom.comm.keys import ServerKey, WorkerKey
 from meshloom.comm.messages import Limits
 from meshloom.comm.sockets import Event, Joined, Lost, Message, Patience
 
 LIMITS = Limits(kinds=frozenset(range(10)), num_tensors=32, tensor_bytes=1 << 20)
 WAIT_SECONDS = 30.0  # for what comes in milliseconds where the machine is not busy
-SERVER, WORKER = make_keys()
+
+_SECRETS = [z85.encode(bytes([number] * 32)) for number in (1, 2)]  # the same in all processes of a test
+_PUBLIC = [zmq.curve_public(secret).decode() for secret in _SECRETS]
+SERVER = ServerKey(public=_PUBLIC[0], secret=_SECRETS[0].decode(), workers_public=_PUBLIC[1])
+WORKER = WorkerKey(public=_PUBLIC[1], secret=_SECRETS[1].decode(), servers_public=_PUBLIC[0])
 
 Peer = Endpoint | Connections
 
@@ -98,3 +104,48 @@ def listening_ports() -> set[tuple[str, int]]:
     import psutil
 
     return {tuple(each.laddr) for each in psutil.Process(os.getpid()).net_connections(kind="inet") if each.status == psutil.CONN_LISTEN}
+
+
+@contextmanager
+def slow_link(port: int, bytes_per_second: float) -> Iterator[str]:
+    """An address whose connections go on to the port of this machine, no faster than this in either direction."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ends: list[socket.socket] = []
+        threads: list[threading.Thread] = []
+        listener.settimeout(0.05)
+        over = threading.Event()
+
+        def forward(source: socket.socket, target: socket.socket) -> None:
+            with suppress(OSError):
+                while data := source.recv(1 << 14):
+                    target.sendall(data)
+                    time.sleep(len(data) / bytes_per_second)
+            for end in (source, target):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+        def accept() -> None:
+            while not over.is_set():
+                with suppress(TimeoutError):
+                    near, _ = listener.accept()
+                    near.settimeout(None)
+                    far = socket.create_connection(("127.0.0.1", port))
+                    ends.extend([near, far])
+                    for pair in ((near, far), (far, near)):
+                        threads.append(threading.Thread(target=forward, args=pair))
+                        threads[-1].start()
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            over.set()
+            accepting.join()
+            for end in ends:
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+            for end in ends:
+                end.close()

@@ -181,6 +181,27 @@ def test_what_waits_for_a_stuck_peer_is_bounded_and_arrives_once():
         assert receive(connections, 1)[0].header.kind == 2
 
 
+@pytest.mark.slow
+def test_slices_let_heartbeats_through_a_slow_link():
+    """4 MB at 2 MB/s: as one tensor it takes longer than peers may be silent, and its connection ends; in slices it arrives."""
+    patience = Patience(lost_after_seconds=1.0)
+    limits = Limits(kinds=frozenset({1}), num_tensors=20, tensor_bytes=4_000_000)
+    tensor = torch.randn(1_000_000)
+    for slices in (1, 20):
+        with (
+            server(limits=limits, patience=patience) as endpoint,
+            slow_link(port_of(endpoint), bytes_per_second=2e6) as address,
+            worker(address, limits=limits, patience=patience) as connections,
+        ):
+            [there] = meet(endpoint, connections)
+            connections.send(1, Header(kind=1), tensor.chunk(slices))
+            [event, *_] = poll_until(lambda happened, endpoint=endpoint: happened[endpoint], endpoint, connections)[endpoint]
+            if slices == 1:
+                assert event == Lost(there, "127.0.0.1")
+            else:
+                assert isinstance(event, Message) and torch.equal(torch.cat(event.tensors), tensor)
+
+
 # --- Keys
 
 
