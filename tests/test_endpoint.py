@@ -25,6 +25,7 @@ from peers import (
     receive,
     say,
     server,
+    slow_link,
     worker,
 )
 

@@ -26,7 +26,7 @@ from meshloom.comm.keys import WorkerKey
 from meshloom.comm.line import Line
 from meshloom.comm.messages import Header, Limits, write_frames
 from meshloom.comm.sockets import Event, Patience, Sending, locate
-from meshloom.errors import EndpointError, PeerLostError
+from meshloom.errors import PeerLostError
 
 
 class Connections:
@@ -34,7 +34,7 @@ class Connections:
 
     def __init__(self, addresses: Sequence[str], key: WorkerKey, limits: Limits, patience: Patience | None = None) -> None:
         for address in addresses:
-            locate(address, EndpointError)
+            locate(address)
         self.limits = limits
         self._events: deque[Event] = deque()
         self._context: zmq.Context[Any] = zmq.Context()

@@ -64,7 +64,7 @@ class Endpoint:
     """Listens at exactly the address given (HOST:PORT; port 0 lets the kernel choose) from its making until `close`. Raises `EndpointError`."""
 
     def __init__(self, address: str, key: ServerKey, limits: Limits, patience: Patience | None = None) -> None:
-        host, port, six = locate(address, EndpointError)
+        host, port, six = locate(address)
         self.limits = limits
         self.refused = Refused()
         self._workers_key = z85.decode(key.workers_public.encode())
@@ -162,7 +162,7 @@ class Endpoint:
     def _look_at_keys(self) -> None:
         """Answer who asks to be let in (ZeroMQ's RFC 27): only the workers' key is."""
         while (frames := receive(self._keys_shown, 8)) is not None:
-            request = [bytes(frame) for frame in frames]
+            request = [frame.bytes for frame in frames]
             known = len(request) == 7 and request[5] == b"CURVE" and request[2] == _DOMAIN.encode() and request[6] == self._workers_key
             self.refused.keys += not known
             answer = [b"200", b"", b"worker", b""] if known else [b"400", b"", b"", b""]
@@ -187,7 +187,7 @@ class Endpoint:
                 for peer in list(self._ending):
                     self._lose(peer)
                 break
-            self._take(bytes(frames[0]), frames[1:])
+            self._take(frames[0].bytes, frames[1:])
         for peer in [peer for peer, until in self._ending.items() if until < time.monotonic()]:
             self._lose(peer)
 

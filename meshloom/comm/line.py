@@ -50,6 +50,7 @@ class Line:
         self._ended = False
         self._socket: zmq.Socket[Any] | None = None
         self._watch: Watch | None = None
+        self._opened = 0.0
         self._turn = 0.0  # when to connect, or to give up connecting
 
     @property
@@ -105,7 +106,11 @@ class Line:
         self.peer = None
 
     def _open(self) -> None:
-        host, port, six = locate(self.address, EndpointError)  # again: a server that comes back may be at another address of the same name
+        try:
+            host, port, six = locate(self.address)  # again: a server that comes back may be at another address of the same name
+        except EndpointError:  # it was known when the worker started
+            self._turn = time.monotonic() + _RETRY_SECONDS
+            return
         made = open_socket(self._context, zmq.DEALER, self._limits, self._patience)
         made.setsockopt(zmq.IPV6, six)
         made.setsockopt(zmq.ROUTING_ID, b"W" + os.urandom(15))
@@ -116,7 +121,8 @@ class Line:
         made.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
         self._socket, self._watch = made, Watch(self._context, made)
         self._ended = False
-        self._turn = time.monotonic() + self._patience.lost_after_seconds + HANDSHAKE_SECONDS
+        self._opened = time.monotonic()
+        self._turn = self._opened + self._patience.lost_after_seconds + HANDSHAKE_SECONDS
         made.connect(f"tcp://{host}:{port}")
 
     def _close(self, linger_seconds: float) -> None:
@@ -136,7 +142,7 @@ class Line:
                 raise EndpointError(
                     f"The server at {self.address} refuses this worker's key ({detail}). Use the worker key that was made for its job."
                 )
-            elif event in _HANDSHAKE_FAILED:
+            elif event in _HANDSHAKE_FAILED and time.monotonic() - self._opened < HANDSHAKE_SECONDS / 2:  # else the server is busy
                 self._broken_handshakes += 1
                 if self._broken_handshakes == _MOST_BROKEN_HANDSHAKES:
                     raise EndpointError(

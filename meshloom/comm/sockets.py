@@ -10,7 +10,6 @@ import ipaddress
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeAlias
 
 import zmq
@@ -18,7 +17,7 @@ from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
 from meshloom.comm.messages import Buffer, Header, Limits
-from meshloom.errors import EndpointError, MeshloomError
+from meshloom.errors import EndpointError
 
 _ENVELOPE_BYTES = 256  # what CURVE adds to a frame, and more
 _HANDSHAKE_BYTES = 4096
@@ -120,10 +119,8 @@ def open_socket(context: zmq.Context[Any], kind: int, limits: Limits, patience: 
 class Watch:
     """The events of a socket's connections, in order: (event, descriptor or detail)."""
 
-    _numbers = count()
-
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
-        name = f"inproc://watch-{next(self._numbers)}"
+        name = f"inproc://watch-{id(self)}"
         watched.monitor(name, WATCHED)
         self.socket: zmq.Socket[Any] = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -134,7 +131,7 @@ class Watch:
     def events(self) -> Iterator[tuple[int, int]]:
         """Those that happened since the last call."""
         while (frames := receive(self.socket, 2)) is not None:
-            event = parse_monitor_message([bytes(frame) for frame in frames])
+            event = parse_monitor_message([frame.bytes for frame in frames])
             yield int(event["event"]), int(event["value"])
 
     def close(self) -> None:
@@ -161,21 +158,21 @@ def send(target: zmq.Socket[Any], frames: Sequence[Buffer]) -> Sending:
     return Sending(target.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True))
 
 
-def locate(address: str, error: type[MeshloomError]) -> tuple[str, int, bool]:
-    """HOST:PORT as an address of the network, its port, and whether it is IPv6. Raises `error`.
+def locate(address: str) -> tuple[str, int, bool]:
+    """HOST:PORT as an address of the network, its port, and whether it is IPv6. Raises `EndpointError`.
 
-    >>> locate("127.0.0.1:5000", EndpointError)
+    >>> locate("127.0.0.1:5000")
     ('127.0.0.1', 5000, False)
-    >>> locate("[::1]:5000", EndpointError)
+    >>> locate("[::1]:5000")
     ('[::1]', 5000, True)
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise error(f"{address!r} is not an address. Write HOST:PORT, for example 192.168.0.5:5000.")
+        raise EndpointError(f"{address!r} is not an address. Write HOST:PORT, for example 192.168.0.5:5000.")
     try:
         found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), int(port), type=socket.SOCK_STREAM)
     except OSError as reason:
-        raise error(f"The host {host} of {address} is not known: {reason.strerror}.") from None
+        raise EndpointError(f"The host {host} of {address} is not known: {reason.strerror}.") from None
     numeric = str(found[0][4][0])
     six = ipaddress.ip_address(numeric.split("%")[0]).version == 6
     return (f"[{numeric}]" if six else numeric), int(port), six
