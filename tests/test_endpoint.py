@@ -293,6 +293,18 @@ def test_random_frames_of_a_member_are_refused_and_counted(count: int):
         assert {message.header.sequence for message in messages} == {0, 5} and len(endpoint.peers) == 2
 
 
+@pytest.mark.parametrize("begins", [b"\x06", b"\x02"], ids=["command", "message"])
+def test_who_claims_an_enormous_frame_is_hung_up_on(begins: bytes):
+    """Of 2^40 bytes, before any key was shown: nobody waits for it, and no memory is taken."""
+    greeting = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    with server() as endpoint, socket.create_connection(("127.0.0.1", port_of(endpoint))) as client:
+        client.sendall(greeting + begins + (1 << 40).to_bytes(8, "big"))
+        began = time.monotonic()
+        while not endpoint.refused.connections and time.monotonic() - began < WAIT_SECONDS / 2:  # before the handshake's time is over
+            assert endpoint.poll(0.01) == []
+        assert endpoint.refused.connections == 1
+
+
 def test_who_does_not_greet_is_not_heard():
     with server() as endpoint, dealer(endpoint, greets=False) as client:
         client.send(write_header(Header(kind=1), []))
@@ -321,6 +333,19 @@ def test_nothing_listens_but_the_address_that_was_given():
         meet(endpoint, connections)
         assert listening_ports() - before == {("127.0.0.1", port_of(endpoint))}
     assert listening_ports() == before
+
+
+def test_names_and_addresses_of_the_other_kind():
+    with server("localhost:0") as endpoint, worker(f"localhost:{port_of(endpoint)}") as connections:
+        meet(endpoint, connections)
+    try:
+        endpoint = server("[::1]:0")
+    except EndpointError:
+        pytest.skip("this machine has no IPv6")
+    with endpoint, worker(endpoint.address) as connections:
+        assert endpoint.address.startswith("[::1]:")
+        meet(endpoint, connections)
+        assert ("::1", port_of(endpoint)) in listening_ports()
 
 
 def test_addresses_that_cannot_be_are_said():
