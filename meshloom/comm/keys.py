@@ -49,7 +49,8 @@ class WorkerKey:
 
 def make_keys() -> tuple[ServerKey, WorkerKey]:
     """New keys, from the system's random numbers."""
-    (servers, servers_secret), (workers, workers_secret) = ((public.decode(), secret.decode()) for public, secret in (_pair(), _pair()))
+    servers, servers_secret = _pair()
+    workers, workers_secret = _pair()
     return (
         ServerKey(public=servers, secret=servers_secret, workers_public=workers),
         WorkerKey(public=workers, secret=workers_secret, servers_public=servers),
@@ -109,8 +110,10 @@ def _read(path: Path, what: str, others: str) -> dict[str, str]:
     return said
 
 
-def _pair() -> tuple[bytes, bytes]:
-    return zmq.curve_keypair()
+def _pair() -> tuple[str, str]:
+    """Public and secret."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
 
 
 def _refuse_wrong_pair(public: str, secret: str) -> None:
