@@ -162,6 +162,8 @@ def test_what_cannot_travel_is_said_before_it_does():
         Header(kind=1, sequence=-1)
     with pytest.raises(MessageError, match="kind=65536"):
         Header(kind=1 << 16)
+    with pytest.raises(MessageError, match="num_tensors=65536"):
+        Limits(kinds=frozenset(), num_tensors=1 << 16, tensor_bytes=0)
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

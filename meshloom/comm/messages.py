@@ -83,6 +83,12 @@ class Limits:
     num_tensors: int
     tensor_bytes: int
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_tensors < 1 << 16 or self.tensor_bytes < 0:
+            raise MessageError(
+                f"A message cannot have num_tensors={self.num_tensors} of tensor_bytes={self.tensor_bytes}. At most 65535 tensors travel in one."
+            )
+
     @property
     def header_bytes(self) -> int:
         return _FIXED.size + self.num_tensors * (_TENSOR.size + 8 * MOST_DIMS)
