@@ -63,5 +63,15 @@ class CollectiveError(MeshloomError):
     """Ranks that called different collectives, or the same one with different tensors."""
 
 
+class EndpointError(MeshloomError):
+    """An address that cannot be listened on or joined, or a key that is missing, open to others, or of another job."""
+
+    exit_code = 2
+
+
+class MessageError(MeshloomError):
+    """A message between peers that is malformed, beyond what is expected, or not taken by its peer."""
+
+
 class PeerLostError(MeshloomError):
-    """Another rank went away during a collective; that rank's own error is the cause."""
+    """Another rank or peer went away; its own error is the cause."""

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from zmq.utils.garbage import GarbageCollectorThread
 
 from meshloom.random import seed_everything
 
@@ -148,7 +149,8 @@ def _end_children(pids: set[int]) -> set[str]:
 
 
 def _threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    kept = (threading._DummyThread, GarbageCollectorThread)  # pyzmq has one, once something was sent, for the life of the process
+    return {thread for thread in threading.enumerate() if not isinstance(thread, kept)}
 
 
 def _join_threads(threads: set[threading.Thread]) -> set[threading.Thread]:

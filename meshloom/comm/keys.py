@@ -1,0 +1,132 @@
+"""The keys of one job: one pair for its servers, one for its workers, in two files that only their user can read.
+
+Who has the servers' file can be a server of the job, who has the workers' file can join it as a worker. A worker talks to nobody but a server of
+its job, since it knows the servers' public key; a server to nobody but workers of its job, since it knows theirs. Keys are those of
+CURVE (Curve25519, Bernstein 2006), as text of 40 characters (Z85).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from meshloom.errors import EndpointError
+
+_MOST_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerKey:
+    """What a server of a job knows: its own pair, and the public key of the job's workers."""
+
+    public: str
+    secret: str = field(repr=False)
+    workers_public: str
+
+    def __post_init__(self) -> None:
+        _refuse_wrong_pair(self.public, self.secret)
+        _refuse_no_key(self.workers_public)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerKey:
+    """What a worker of a job knows: its own pair, and the public key of the job's servers."""
+
+    public: str
+    secret: str = field(repr=False)
+    servers_public: str
+
+    def __post_init__(self) -> None:
+        _refuse_wrong_pair(self.public, self.secret)
+        _refuse_no_key(self.servers_public)
+
+
+def make_keys() -> tuple[ServerKey, WorkerKey]:
+    """New keys, from the system's random numbers."""
+    servers, servers_secret = _pair()
+    workers, workers_secret = _pair()
+    return (
+        ServerKey(public=servers, secret=servers_secret, workers_public=workers),
+        WorkerKey(public=workers, secret=workers_secret, servers_public=servers),
+    )
+
+
+def write_key(path: Path, key: ServerKey | WorkerKey) -> None:
+    """Make the file, with mode 0600. Raises `EndpointError` if it is there already or cannot be made."""
+    if isinstance(key, ServerKey):
+        content = {"meshloom": "server key", "public": key.public, "secret": key.secret, "workers_public": key.workers_public}
+    else:
+        content = {"meshloom": "worker key", "public": key.public, "secret": key.secret, "servers_public": key.servers_public}
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise EndpointError(f"The key file {path} cannot be made: {error.strerror}. Keys are never written over others.") from None
+    with open(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(descriptor, 0o600)  # whatever the umask has left of it
+        file.write(json.dumps(content, indent=1) + "\n")
+
+
+def read_server_key(path: Path) -> ServerKey:
+    """Raises `EndpointError` if the file is not a server's key or others may read it."""
+    content = _read(path, "server key", "workers_public")
+    return ServerKey(**content)
+
+
+def read_worker_key(path: Path) -> WorkerKey:
+    """Raises `EndpointError` if the file is not a worker's key or others may read it."""
+    content = _read(path, "worker key", "servers_public")
+    return WorkerKey(**content)
+
+
+def _read(path: Path, what: str, others: str) -> dict[str, str]:
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise EndpointError(f"The key {path} is not a file.")
+            if found.st_mode & 0o077:
+                raise EndpointError(
+                    f"The key file {path} can be read or written by others (mode {stat.S_IMODE(found.st_mode):04o}). Use chmod 600 {path}."
+                )
+            text = file.read(_MOST_BYTES)
+    except OSError as error:
+        raise EndpointError(f"The key file {path} cannot be read: {error.strerror}.") from None
+    try:
+        content: Any = json.loads(text)
+    except ValueError:
+        content = None
+    names = {"meshloom", "public", "secret", others}
+    if not isinstance(content, dict) or content.keys() != names or not all(isinstance(value, str) for value in content.values()):
+        raise EndpointError(f"{path} is not a {what} of meshloom.")
+    said: dict[str, str] = dict(content)
+    if said.pop("meshloom") != what:
+        raise EndpointError(f"{path} is a {content['meshloom']}, and a {what} is needed.")
+    return said
+
+
+def _pair() -> tuple[str, str]:
+    """Public and secret."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def _refuse_wrong_pair(public: str, secret: str) -> None:
+    _refuse_no_key(public)
+    _refuse_no_key(secret)
+    if zmq.curve_public(secret.encode()) != public.encode():
+        raise EndpointError(f"The public key {public} does not belong to its secret key: the key file is damaged.")
+
+
+def _refuse_no_key(text: str) -> None:
+    try:
+        valid = len(text) == 40 and len(zmq.curve_public(text.encode("ascii"))) == 40  # any 32 bytes are a secret key
+    except (zmq.ZMQError, UnicodeEncodeError):
+        valid = False
+    if not valid:
+        raise EndpointError("A key is 40 characters of Z85, and this one is not: the key file is damaged.")
