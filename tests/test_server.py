@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from tests.jobs import GPT, make_job
 ONE, THREE = "dp=3,exchange=server,microbatches=2,bucket_bytes=600", "dp=4,exchange=server,servers=3,bucket_bytes=600"
 
 
-def equal(model: str, optimizer: str, plan: str, **settings: Any) -> bool:
+def equal(model: str, optimizer: str | Callable[[Any], Any], plan: str) -> bool:
     """Whether the plan equals one device in float64; shares are uneven."""
-    report = verify(make_job(model, optimizer, batch_size=13, **settings), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
+    job = make_job(model, optimizer if isinstance(optimizer, str) else "sgd", batch_size=13)
+    job = job if isinstance(optimizer, str) else replace(job, optimizer=optimizer)
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
     assert report
     return report.passed and not report.causes
 
@@ -46,6 +49,27 @@ def test_servers_equal_one_device(model: str, optimizer: str, plan: str) -> None
 
 def test_synchronised_batch_statistics_go_with_servers() -> None:
     assert equal("cnn", "sgd", "dp=2,exchange=server,sync_batch_norm=true")
+
+
+class ByWholeNorm(torch.optim.SGD):
+    """Divides each step by the norm of all parameters together."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.detach().norm() for each in parameters]).norm() if parameters else torch.ones(())
+        for each in parameters:
+            if each.grad is not None:
+                each.data.sub_(each.grad, alpha=float(0.1 / norm))
+
+
+def test_an_optimizer_that_looks_at_everything_runs_on_every_server() -> None:
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        return ByWholeNorm(named, lr=0.1)
+
+    assert equal("mlp", optimizer, THREE)
+    with Trainer(replace(make_job("mlp", "sgd"), optimizer=optimizer), THREE, devices="simulated") as trainer:
+        held = [len(replica.updater._held[0]) for replica in trainer.replicas]
+    assert held == [6, 6, 6, 0]
 
 
 def test_workers_update_nothing_and_hold_no_state() -> None:
