@@ -248,7 +248,7 @@ def test_all_replicas_get_the_same_bits_and_bytes_are_those_of_the_formula(kind:
 
 
 COMPRESSED = ["bf16", "powersgd:2", "topk:0.05"]
-LONG = pytest.mark.long
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("compress", COMPRESSED)
@@ -262,7 +262,7 @@ def test_a_model_learns_from_what_arrives(compress: str) -> None:
 
 
 @pytest.mark.parametrize("compress", COMPRESSED)
-@pytest.mark.parametrize("inner", ["", pytest.param(",pp=2,microbatches=2", marks=LONG), pytest.param(",tp=2,microbatches=2", marks=LONG)])
+@pytest.mark.parametrize("inner", ["", pytest.param(",pp=2,microbatches=2", marks=SLOW), pytest.param(",tp=2,microbatches=2", marks=SLOW)])
 def test_replicas_stay_the_same_and_bytes_are_predicted(compress: str, inner: str) -> None:
     with Trainer(make_job("gpt", "adamw", steps=5), f"dp=3,compress={compress},bucket_bytes=2000{inner}", devices="simulated") as trainer:
         summary = trainer.fit()  # which compares the replicas' bits at the end

@@ -21,6 +21,7 @@ from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import GPT, class_loss, make_job, vectors
 
+SLOW = pytest.mark.slow
 Parameters = dict[str, Tensor]
 
 
@@ -157,9 +158,9 @@ def test_a_replica_without_samples_keeps_its_parameters_until_the_mean() -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("exchange", ["local_sgd", pytest.param("diloco", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("inner", ["pp=2", "tp=2", pytest.param("pp=2,tp=2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exchange", ["local_sgd", pytest.param("diloco", marks=SLOW)])
+@pytest.mark.parametrize("inner", [pytest.param("pp=2", marks=SLOW), "tp=2", pytest.param("pp=2,tp=2", marks=SLOW)])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("muon", marks=SLOW)])
 def test_a_divided_replica_steps_like_a_whole_one(exchange: str, inner: str, optimizer: str) -> None:
     job = steady(optimizer, batch_size=12)
     plan = f"dp=2,microbatches=2,exchange={exchange},local_steps=2"
@@ -234,8 +235,10 @@ def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(excha
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "muon"])
-@pytest.mark.parametrize("exchange", ["local_sgd", "diloco"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("sgd", marks=SLOW), "adamw", pytest.param("adafactor", marks=SLOW), pytest.param("muon", marks=SLOW)]
+)
+@pytest.mark.parametrize("exchange", [pytest.param("local_sgd", marks=SLOW), "diloco"])
 def test_checkpoints_go_to_and_come_from_any_plan(exchange: str, optimizer: str, tmp_path: Path) -> None:
     job = steady(optimizer, batch_size=12, steps=8)
     local = f"dp=3,exchange={exchange},local_steps=2"
@@ -267,10 +270,7 @@ def test_the_outer_momentum_is_saved_whole_where_parameters_are_divided(tmp_path
 # --- Bytes, refusals, mistakes.
 
 
-LONG = pytest.mark.long
-
-
-@pytest.mark.parametrize(("model", "inner"), [("cnn", ""), pytest.param("gpt", ",pp=2", marks=LONG), pytest.param("gpt", ",tp=2", marks=LONG)])
+@pytest.mark.parametrize(("model", "inner"), [("cnn", ""), pytest.param("gpt", ",pp=2", marks=SLOW), pytest.param("gpt", ",tp=2", marks=SLOW)])
 def test_parameters_travel_once_a_round_and_bytes_are_predicted(model: str, inner: str, tmp_path: Path) -> None:
     job = make_job(model, "adamw", steps=7, drop_last=True, clip_grad_norm=1.0, checkpoint_every=4)
     job = replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=5))

@@ -39,7 +39,7 @@ def equal(model: str, optimizer: str | Callable[[Any], Any], plan: str) -> bool:
         pytest.param("branch", "adafactor", THREE, marks=pytest.mark.long),
         pytest.param("unused_twice", "adamw", ONE, marks=pytest.mark.long),
         pytest.param("gpt", "sgd", "dp=2,pp=2,microbatches=2,exchange=server,servers=2", marks=pytest.mark.long),
-        pytest.param("gpt", "muon", "dp=2,tp=2,exchange=server", marks=pytest.mark.long),
+        pytest.param("gpt", "muon", "dp=2,tp=2,exchange=server", marks=pytest.mark.slow),
         pytest.param("gpt", "adamw", "dp=3,pp=2,tp=2,microbatches=2,exchange=server,servers=2,bucket_bytes=600", marks=pytest.mark.slow),
     ],
 )
@@ -92,9 +92,17 @@ def test_predicted_bytes_are_the_counted_ones(model: str) -> None:
     assert 3 * 4 * elements <= pushed < 1.1 * 3 * 4 * elements  # three steps of float32, and padding
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "adafactor"])
-@pytest.mark.parametrize(("first", "then"), [(THREE, "dp=2,zero=1"), ("dp=1,microbatches=4", THREE), (THREE, ONE), ("dp=2,tp=2", ONE)])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("sgd", marks=SLOW), pytest.param("adamw", marks=SLOW), "muon", pytest.param("adafactor", marks=SLOW)]
+)
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(THREE, "dp=2,zero=1"), ("dp=1,microbatches=4", THREE), pytest.param(THREE, ONE, marks=SLOW), pytest.param("dp=2,tp=2", ONE, marks=SLOW)],
+)
 def test_checkpoints_come_from_and_go_to_any_plan(optimizer: str, first: str, then: str, tmp_path: Path) -> None:
     job = replace(make_job("gpt", optimizer, steps=6), model=lambda: GPT(dropout=0.0))  # draws belong to chunks, and these to plans
     with Trainer(job, "dp=1,microbatches=4", devices="simulated", dtype=torch.float64) as trainer:
