@@ -165,6 +165,7 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         out=arguments.out,
         resume=arguments.resume,
         timeout_seconds=arguments.timeout,
+        share=True,
         listener=listener,
     ) as trainer:
         if trainer.world.main:

@@ -24,7 +24,8 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.seat import Seat
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import agree, collect
-from meshloom.errors import DataError, JobError, TrainingError
+from meshloom.comm.windows import windows_of
+from meshloom.errors import CheckpointError, DataError, JobError, TrainingError
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
@@ -33,6 +34,7 @@ from meshloom.exchange.diloco import OuterStep
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.local_sgd import Rounds, TakeMean
 from meshloom.exchange.nothing import Nothing
+from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.job import Job
 from meshloom.loss import as_sum
@@ -48,11 +50,13 @@ from meshloom.state.buffers import RunningStatistics
 from meshloom.state.checkpoint import Piece
 from meshloom.state.data import Chunk, to_device
 from meshloom.state.homes import held
+from meshloom.state.made import Made, make_optimizers
 from meshloom.state.model import build_model, copy_from_first, facts, state_of
 from meshloom.state.not_finite import find_not_finite
 from meshloom.state.optimizer import Updater
 from meshloom.state.outer_state import load_outer, outer_pieces
 from meshloom.state.shards import Shards
+from meshloom.state.sharing import why_separate
 from meshloom.state.tally import Tally
 
 
@@ -84,13 +88,18 @@ class StepResult:
 
 
 class Replica:
-    """A model on one rank, or what the rank holds of it, and how it takes part in a step."""
+    """A model on one rank, or what the rank holds of it, and how it takes part in a step.
 
-    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None) -> None:
+    share: whether the replicas of a host may have one copy of the parameters, where their ranks can have memory in common.
+    """
+
+    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False) -> None:
         self.job = job
         self.plan = plan
         self.seat = seat
         self.dtype = dtype
+        self._share = share
+        self._updating = False
         self.replicas = seat.groups["dp"]
         self.observer: Observer | None = None
         self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
@@ -130,12 +139,14 @@ class Replica:
             yield from self.staged.open(self.model)
             self.named = self.staged.owned()
             self._frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad and not each.is_meta]
-        self.exchange = self._open_exchange()
+        made = make_optimizers(self.job, whole)
+        self.exchange = self._open_exchange(made)
         self.rounds = self._open_rounds()
         self.updater = Updater(
             self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group,
-            self.plan.servers if self.plan.exchange == "server" else None,
+            self.plan.servers if self.plan.exchange == "server" else None, made,
         )  # fmt: skip
+        yield from self.exchange.open()
         if self.staged:
             self.statistics = list(self.staged.statistics.values())
             self._undo.enter_context(self.staged.connect(self.exchange))
@@ -188,6 +199,7 @@ class Replica:
                 mine = yield from self.rounds.mean_gradients(mine)
             self.observer.averaged((yield from self.staged.whole(mine)) if self.staged else mine)
         doing.enter("updating", step)
+        self._updating = True  # until all ranks have updated
         with self._span("update"):
             norm = yield from self.updater.update(gradients, total / weight)
         for axis, sent in self._sent.items():
@@ -198,6 +210,7 @@ class Replica:
                 self.updater.forget()
             if self.staged:
                 yield from self.staged.published()
+        self._updating = False
         doing.enter("between steps", step + 1)
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
 
@@ -300,7 +313,14 @@ class Replica:
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
 
     def weights(self) -> Steps[dict[str, Any]]:
-        """The model's `state_dict` in whole shapes; all of it on the replica's first rank."""
+        """The model's `state_dict` in whole shapes; all of it on the replica's first rank.
+
+        Raises `CheckpointError` if the newest step broke off while parameters were being updated.
+        """
+        if self._updating:
+            raise CheckpointError(
+                "The newest step broke off in the middle of its update, so there is nothing whole to save. Resume from a checkpoint."
+            )
         return (yield from self.staged.weights()) if self.staged else self.model.state_dict()
 
     def optimizer_state(self) -> Steps[tuple[list[Piece], dict[str, Any]]]:
@@ -400,7 +420,7 @@ class Replica:
         """Take the hooks off the model."""
         self._undo.close()
 
-    def _open_exchange(self) -> Exchange:
+    def _open_exchange(self, made: Made) -> Exchange:
         if self.plan.dp == 1:
             return Alone(self.named)
         if not self.named:
@@ -408,8 +428,12 @@ class Replica:
         by_name = exchange_by_name(self.plan, self.named, self.replicas, apart=self._alike)
         if by_name is not None:
             return by_name
-        kind = ZeroOne if self.plan.zero else AllReduce
-        return kind(self.named, self.replicas, bucket_bytes=self.plan.bucket_bytes, overlap=self.plan.overlap, apart=self._alike)
+        windows = windows_of(self.replicas) if self.seat.device.type == "cpu" else None
+        settings: Any = {"bucket_bytes": self.plan.bucket_bytes, "overlap": self.plan.overlap, "apart": self._alike, "windows": windows}
+        if windows is not None and self._share and not why_separate(made, self.named):
+            copies = partial(OneForAll, windows=windows, frozen=self._frozen)
+            return ZeroOne(self.named, self.replicas, copies=copies, **settings)
+        return (ZeroOne if self.plan.zero else AllReduce)(self.named, self.replicas, **settings)
 
     def _open_rounds(self) -> Rounds | None:
         if not self.plan.local:

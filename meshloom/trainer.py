@@ -76,6 +76,9 @@ class Trainer:
     steps: the whole run's number of steps, instead of the job's.
     out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
     timeout_seconds: how long to wait for another rank. dtype: of parameters and floating-point data, for verification.
+    share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that talk through shared memory. Only the
+        optimizer may change parameters then: what a loop of one's own does to them in place would be done by each replica to the one copy, and
+        is an error where it is seen. `meshloom train` shares.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Trainer:
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
         dtype: torch.dtype | None = None,
+        share: bool = False,
         listener: Listener | None = None,
     ) -> None:
         if not isinstance(job, Job):
@@ -115,7 +119,7 @@ class Trainer:
         with self._stack as building:
             self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds))
             self._enter("setting up")
-            self.replicas = [Replica(job, self.plan, seat, dtype=dtype) for seat in self.world.local]
+            self.replicas = [Replica(job, self.plan, seat, dtype=dtype, share=share) for seat in self.world.local]
             for replica in self.replicas:
                 building.callback(replica.close)
             self._check_separate()
@@ -125,7 +129,8 @@ class Trainer:
             self._start_step = self._checked = self.next_step
             self._checks = self._evaluations = 0
             self._clock = _Clock()
-            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}"))
+            copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
+            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}"))
             self._enter("between steps")
             self._stack = building.pop_all()
 

@@ -264,15 +264,17 @@ class ShmGroup(Group):
         engine, handle = self._open()
         return self._started(engine.start(handle, BARRIER, 0, 0, 0, 0, (), 0, 0), BARRIER, None, None, None)
 
-    def window(self, num_bytes: int) -> Window:
+    def window(self, num_bytes: int, owner: int | None = None) -> Window:
         """New memory of every rank, `num_bytes` of each, which all ranks ask for at once. It is kept until the group is closed.
 
-        Tensors that lie there are used in place. Raises `CollectiveError` on all ranks if one of them has too little memory.
+        Tensors that lie there are used in place. owner: the only rank that gives any: the others' parts are empty, and collectives copy.
+        Raises `CollectiveError` on all ranks if one of them has too little memory.
         """
+        givers = range(self._size) if owner is None else [owner]
         problem: MeshloomError | None = None
         descriptor = number = -1
         try:
-            descriptor, number = self._files.create(num_bytes, backed=True)
+            descriptor, number = self._files.create(num_bytes if self._rank in givers else 0, backed=True)
         except (CollectiveError, OSError) as error:
             problem = error if isinstance(error, CollectiveError) else too_little("memory", num_bytes, None)
         answers = torch.empty(2 * self._size, dtype=torch.int64)
@@ -287,6 +289,9 @@ class ShmGroup(Group):
                 raise CollectiveError(f"The ranks ask for windows of different sizes, {sizes} bytes: all must ask for the same.")
             memory: list[Tensor] = []
             for other in range(self._size):
+                if other not in givers:
+                    memory.append(torch.empty(0, dtype=torch.uint8))
+                    continue
                 opened = descriptor if other == self._rank else self._files.open(self._processes[other], numbers[other])
                 memory.append(map_file(opened, num_bytes))
                 if other != self._rank:
@@ -297,7 +302,8 @@ class ShmGroup(Group):
             os.close(descriptor)
         window = Window(memory)
         engine, handle = self._open()
-        engine.add_window(handle, tuple(each.data_ptr() for each in memory), num_bytes)
+        if owner is None:
+            engine.add_window(handle, tuple(each.data_ptr() for each in memory), num_bytes)
         self._windows.append(window)
         return window
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Slice
 from meshloom.exchange.reduction import Exact, Reduction
@@ -22,6 +23,7 @@ class AllReduce(Exchange):
     gradient is None, as on one device.
 
     reduction: of the group, how the sums are made: exactly, or smaller.
+    windows: `group`, if its ranks can have memory in common; then gradients are summed where they lie.
     """
 
     def __init__(
@@ -33,12 +35,19 @@ class AllReduce(Exchange):
         overlap: bool,
         apart: Collection[str] = (),
         reduction: Callable[[Group], Reduction] = Exact,
+        windows: Windows | None = None,
     ) -> None:
         self._group = group
         self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
         self._reduction = reduction(group)
         self._buckets = GradientBuckets(
-            named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, num_extra=lambda num_entries: num_entries, apart=apart
+            named,
+            bucket_bytes=bucket_bytes,
+            start=self._start,
+            overlap=overlap,
+            num_extra=lambda num_entries: num_entries,
+            apart=apart,
+            allocate=allocation(windows, group.rank),
         )
 
     @property
@@ -48,6 +57,14 @@ class AllReduce(Exchange):
     @property
     def owners(self) -> None:
         return None
+
+    @property
+    def one_copy(self) -> bool:
+        return False
+
+    def open(self) -> Steps[None]:
+        return
+        yield
 
     def begin_step(self) -> None:
         self._buckets.begin_step()

@@ -60,6 +60,14 @@ class Server(Exchange):
     def owners(self) -> Group:
         return self._group
 
+    @property
+    def one_copy(self) -> bool:
+        return False
+
+    def open(self) -> Steps[None]:
+        return
+        yield
+
     def begin_step(self) -> None:
         self._works.clear()
         self._buckets.begin_step()

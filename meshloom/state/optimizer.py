@@ -26,9 +26,9 @@ from meshloom.mesh import Axis
 from meshloom.state.average_state import average_state
 from meshloom.state.checkpoint import Piece
 from meshloom.state.clipping import clip
-from meshloom.state.elementwise import Reach, reach
+from meshloom.state.elementwise import Reach
 from meshloom.state.json_values import from_json
-from meshloom.state.made import make_optimizers, make_schedulers, scheduler_values
+from meshloom.state.made import Made, make_optimizers, make_schedulers, scheduler_values
 from meshloom.state.optimizer_state import Held, StatePart, load_settings, load_state, settings, state_pieces
 from meshloom.state.shards import Shards
 from meshloom.state.whole import WholeParameters, divide
@@ -44,6 +44,7 @@ class Updater:
     shards, parts: where parameters are divided over tp, how, and what the model holds of them now under the same names; `exchange` is over these.
     stages: the ranks along pp, each of which updates other parameters: those in `parts`.
     num_keepers: where the exchange has owners, of how many, the first ones, whole parameters may be; None: of all.
+    made: what the job's optimizer function has made of the named parameters, if it was called already.
     Parameters that every rank of tp holds whole are updated by each of them, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -57,6 +58,7 @@ class Updater:
         parts: NamedParameters | None = None,
         stages: Group | None = None,
         num_keepers: int | None = None,
+        made: Made | None = None,
     ) -> None:
         self._job = job
         self._stages = stages
@@ -66,16 +68,17 @@ class Updater:
         self._shards = shards or Shards({}, None)
         self._device = named_parameters[0][1].device
         names = {id(parameter): name for name, parameter in named_parameters}
-        made, self._optimizers = make_optimizers(job, named_parameters)
+        made = made or make_optimizers(job, named_parameters)
+        self._optimizers = made.optimizers
         divided = exchange.owners is not None or bool(self._shards.pieces) or stages is not None
-        reaches: list[Reach] = [reach(each, elementwise=job.elementwise) if divided else "element" for each in self._optimizers]
+        reaches: list[Reach] = made.reaches if divided else ["element"] * len(self._optimizers)
         if stages is not None and "optimizer" in reaches:
             kind = type(self._optimizers[reaches.index("optimizer")]).__name__
             raise JobError(
                 f"{kind} looks at all parameters at once, and with pp={stages.size} no rank has them all. Use pp=1, an optimizer that updates each "
                 "parameter by itself, or Job(elementwise=True) if it does."
             )
-        self._schedulers = make_schedulers(job, made)
+        self._schedulers = make_schedulers(job, made.returned)
         self._held: list[list[Held]] = []  # by optimizer
         self._targets: list[nn.Parameter | None] = [None] * len(exchange.owned)  # whose .grad an owned slice's gradient becomes
         self._kept: list[nn.Parameter] = []  # whole parameters that this rank updates although it owns only slices or parts
@@ -202,7 +205,8 @@ class Updater:
         names: of the whole parameters, by id. A whole parameter has keepers along dp, to which slices of its parts come (`WholeParameters`), and
         if it is divided over tp keepers among those along tp, to which the parts come (`WholeFromParts`).
         """
-        owners, shards = self._exchange.owners, self._shards
+        owners, shards, one_copy = self._exchange.owners, self._shards, self._exchange.one_copy
+        assert not (one_copy and "optimizer" in reaches), "every rank would update the one copy"
         num_owners, here = (self._num_keepers or owners.size, owners.rank) if owners else (1, 0)
         whole: dict[str, nn.Parameter] = {}
         everywhere: set[str] = set()
@@ -233,7 +237,9 @@ class Updater:
         if not whole:
             return
         if owners is not None:
-            self._whole = WholeParameters([parts[name] for name in whole], [keepers[name][0] for name in whole], self._exchange.owned, owners)
+            self._whole = WholeParameters(
+                [parts[name] for name in whole], [keepers[name][0] for name in whole], self._exchange.owned, owners, one_copy=one_copy
+            )
             self._kept += [parts[name] for name in whole if here in keepers[name][0] and name in shards.pieces]
         else:
             self._targets = [

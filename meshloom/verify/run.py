@@ -47,7 +47,7 @@ def verify(
     check_promised(plan)
     keyed = replace(plan, keyed_draws=True)
     quiet = Listener(started=lambda text: None)  # the report says it
-    with Trainer(job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, dtype=dtype, listener=quiet) as trainer:
+    with Trainer(job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, dtype=dtype, share=True, listener=quiet) as trainer:
         owned = trainer.together(_owned)[0]
         records = _plan_steps(trainer, dtype)
         if not trainer.world.main:
