@@ -75,7 +75,8 @@ class Trainer:
     devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, spread over its GPUs).
     steps: the whole run's number of steps, instead of the job's.
     out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
-    timeout_seconds: how long to wait for another rank. dtype: of parameters and floating-point data, for verification.
+    timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto, or gloo.
+    dtype: of parameters and floating-point data, for verification.
     share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that talk through shared memory. Only the
         optimizer may change parameters then: what a loop of one's own does to them in place would be done by each replica to the one copy, and
         is an error where it is seen. `meshloom train` shares.
@@ -91,6 +92,7 @@ class Trainer:
         out: str | Path | None = None,
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
+        transport: str = "auto",
         dtype: torch.dtype | None = None,
         share: bool = False,
         listener: Listener | None = None,
@@ -117,7 +119,7 @@ class Trainer:
         self._first_loss = math.nan
         self._timelines: list[Timeline] = []
         with self._stack as building:
-            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds))
+            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport))
             self._enter("setting up")
             self.replicas = [Replica(job, self.plan, seat, dtype=dtype, share=share) for seat in self.world.local]
             for replica in self.replicas:

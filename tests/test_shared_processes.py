@@ -7,7 +7,6 @@ import signal
 import time
 from dataclasses import replace
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
 ]
 QUIET = Listener(started=lambda text: None)
-launched = pytest.mark.skipif(find_spec("meshloom.launch.transport") is None, reason="ranks that are launched talk over Gloo alone")
 FEW = ["dp=2,bucket_bytes=600", "dp=2,zero=1,microbatches=2,bucket_bytes=600"]
 MANY = ["dp=4,bucket_bytes=600", "dp=2,pp=2,microbatches=2", "dp=2,tp=2"]
 
@@ -137,7 +135,6 @@ def _plant() -> None:
     ZeroOne._start = without_mine  # type: ignore[method-assign]
 
 
-@launched
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [*FEW, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MANY)])
@@ -145,7 +142,6 @@ def test_a_job_equals_one_device(plan: str, optimizer: str) -> None:
     assert on_ranks(_verified, Plan.parse(plan).mesh.size, plan, optimizer, timeout_seconds=120.0)[0] == "EQUAL"
 
 
-@launched
 def test_a_planted_bug_is_caught() -> None:
     assert on_ranks(_verified, 2, "dp=2,bucket_bytes=600", "adamw", True)[0] == "different"
 
@@ -183,7 +179,6 @@ def _proportional(address: int) -> int:
     raise AssertionError("nothing is mapped there")
 
 
-@launched
 def test_two_replicas_hold_parameters_and_state_once() -> None:
     shared, separate = (sum(on_ranks(_kept_bytes, 2, share)) for share in (True, False))
     assert shared <= 1.15 * separate / 2
@@ -208,7 +203,6 @@ def _dies_in_its_update(directory: str) -> str:
     return "nothing was wrong"
 
 
-@launched
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_dies_in_its_update_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     first, _, last = on_ranks(_dies_in_its_update, 3, str(tmp_path), may_die=[1])
@@ -240,7 +234,6 @@ def _writes(share: bool) -> str:
     return ""
 
 
-@launched
 def test_a_forward_that_writes_is_an_error_where_there_is_one_copy() -> None:
     assert any("head.weight was changed outside the optimizer" in each for each in on_ranks(_writes, 2, True))
     assert on_ranks(_writes, 2, False) == ["", ""]

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,7 @@ from meshloom.comm.calls import (
 from meshloom.comm.group import Group, Work
 from meshloom.comm.meeting import Meeting
 from meshloom.comm.peers import Peers
-from meshloom.comm.segments import Files, map_file, too_little
+from meshloom.comm.segments import Files, free_bytes, map_file, too_little
 from meshloom.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class ShmGroup(Group):
         self._activity = activity or Activity()
         self._own_abort = False
         self._kept: deque[tuple[int, Any]] = deque()  # what the engine still reads or writes, by number of operation
+        self._kept_lock = Lock()  # several threads may wait
         self._reductions: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
         self._windows: list[Window] = []
         self._settings = settings or Settings()
@@ -276,7 +278,7 @@ class ShmGroup(Group):
         try:
             descriptor, number = self._files.create(num_bytes if self._rank in givers else 0, backed=True)
         except (CollectiveError, OSError) as error:
-            problem = error if isinstance(error, CollectiveError) else too_little("memory", num_bytes, None)
+            problem = error if isinstance(error, CollectiveError) else too_little(self._files.where, num_bytes, None)
         answers = torch.empty(2 * self._size, dtype=torch.int64)
         self.all_gather(answers, torch.tensor([number, num_bytes])).wait()
         numbers, sizes = answers.view(self._size, 2).T.tolist()
@@ -396,9 +398,10 @@ class ShmGroup(Group):
                 missed = self._look_after(number, what, message, peer, deadline, missed)
             self._activity.goes_on()
         if not message:
-            kept = self._kept
-            while kept and kept[0][0] <= number:
-                kept.popleft()
+            with self._kept_lock:
+                kept = self._kept
+                while kept and kept[0][0] <= number:
+                    kept.popleft()
 
     def is_over(self, number: int, message: bool) -> bool:
         """Whether a wait for it would return at once, or raise."""
@@ -427,7 +430,7 @@ class ShmGroup(Group):
             late = [rank for rank in behind if rank != self._rank] or ([peer] if peer is not None else [])
             who = ", ".join(self._members[rank] for rank in late) or "the other ranks"
             last = "".join(f" {self._members[rank]} {self._last_of(rank)}." for rank in late[:3] if not message)
-            raise PeerLostError(f"{here} waited too long for {who} in {what()}: longer than {self._timeout:g} s.{last}")
+            raise PeerLostError(f"{here} waited too long for {who} in {what()}: longer than the timeout of {self._timeout:g} s.{last}")
         return gone
 
     def _last_of(self, rank: int) -> str:
@@ -442,7 +445,7 @@ class ShmGroup(Group):
         if status == ABORTED:
             return PeerLostError(f"{here} lost {self._members[engine.aborted_by(handle)]}, which has aborted, in {what}.")
         if status == NO_SPACE:
-            return too_little("memory", engine.missing_bytes(handle), None)
+            return too_little(self._files.where, engine.missing_bytes(handle), free_bytes(self._memory[2].descriptor) if self._memory else None)
         if status == MISMATCH:
             rank, number = engine.mismatch(handle)
             there = self._members[rank]

@@ -38,7 +38,14 @@ from meshloom.verify.watch import ModuleWatch, digest_values
 
 
 def verify(
-    job: Job, plan: Plan, *, devices: str = "auto", steps: int = 3, dtype: torch.dtype | None = None, timeout_seconds: float = 600.0
+    job: Job,
+    plan: Plan,
+    *,
+    devices: str = "auto",
+    steps: int = 3,
+    dtype: torch.dtype | None = None,
+    timeout_seconds: float = 600.0,
+    transport: str = "auto",
 ) -> Report | None:
     """Run `steps` steps of `job` under `plan` and on one device, and compare. None on ranks other than 0, which cannot tell.
 
@@ -47,7 +54,9 @@ def verify(
     check_promised(plan)
     keyed = replace(plan, keyed_draws=True)
     quiet = Listener(started=lambda text: None)  # the report says it
-    with Trainer(job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, dtype=dtype, share=True, listener=quiet) as trainer:
+    with Trainer(
+        job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet
+    ) as trainer:
         owned = trainer.together(_owned)[0]
         records = _plan_steps(trainer, dtype)
         if not trainer.world.main:
