@@ -38,7 +38,7 @@ from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal, evaluation_text, how_many, progress_text, saved_text
 from meshloom.trainer import Trainer
 from meshloom.verify.report import print_report
-from meshloom.verify.run import verify
+from meshloom.verify.run import check_promised, verify
 
 TRANSPORT_HELP = "what ranks on the CPU talk through: auto (shared memory where they share a host), or gloo (default: auto)"
 LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verb == "describe":
             return _run_here(arguments)
         plan = _plan(arguments)
+        if arguments.verb == "verify":
+            check_promised(plan)
         kind, _ = choose_devices(plan.mesh, arguments.devices)
         if kind in ("cuda", "cpu") and plan.mesh.size > 1:
             command = [sys.executable, "-m", "meshloom", *words]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,10 @@ from meshloom.errors import CheckpointError, DataError, JobError, TrainingError
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
+from meshloom.exchange.choose import exchange_by_name
+from meshloom.exchange.diloco import OuterStep
 from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.local_sgd import Rounds, TakeMean
 from meshloom.exchange.nothing import Nothing
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
@@ -51,6 +54,7 @@ from meshloom.state.made import Made, make_optimizers
 from meshloom.state.model import build_model, copy_from_first, facts, state_of
 from meshloom.state.not_finite import find_not_finite
 from meshloom.state.optimizer import Updater
+from meshloom.state.outer_state import load_outer, outer_pieces
 from meshloom.state.shards import Shards
 from meshloom.state.sharing import why_separate
 from meshloom.state.tally import Tally
@@ -115,7 +119,9 @@ class Replica:
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}  # what else is expected to have been handed over along them
+        self._outer: OuterStep | None = None
         self.exchange: Exchange
+        self.rounds: Rounds | None  # where replicas step by themselves
         self.updater: Updater
         self.statistics: list[RunningStatistics]
 
@@ -135,7 +141,11 @@ class Replica:
             self._frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad and not each.is_meta]
         made = make_optimizers(self.job, whole)
         self.exchange = self._open_exchange(made)
-        self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group, made)
+        self.rounds = self._open_rounds()
+        self.updater = Updater(
+            self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group,
+            self.plan.servers if self.plan.exchange == "server" else None, made,
+        )  # fmt: skip
         yield from self.exchange.open()
         if self.staged:
             self.statistics = list(self.staged.statistics.values())
@@ -175,6 +185,9 @@ class Replica:
         if work is not None:
             work.wait()
         total, weight, divisor = self._tally.result(chunks[0].batch)
+        if self.rounds:
+            self.rounds.begin_step()
+            divisor = self._tally.own_divisor(chunks[0].batch)
         with self._span("exchange"):
             gradients = yield from self.exchange.finish(divisor)
         yield from self._check_finite(step, filled, total, weight)
@@ -182,6 +195,8 @@ class Replica:
             yield from statistics.finish()
         if self.observer:
             mine = yield from self.exchange.full_gradients(gradients)
+            if self.rounds:
+                mine = yield from self.rounds.mean_gradients(mine)
             self.observer.averaged((yield from self.staged.whole(mine)) if self.staged else mine)
         doing.enter("updating", step)
         self._updating = True  # until all ranks have updated
@@ -191,6 +206,8 @@ class Replica:
             sent.update(self.updater.bytes_per_step(axis))
         with self._span("exchange"):
             yield from self.exchange.publish()
+            if self.rounds and (yield from self.rounds.end_step()):
+                self.updater.forget()
             if self.staged:
                 yield from self.staged.published()
         self._updating = False
@@ -211,12 +228,14 @@ class Replica:
                 self._begin_chunk(chunk, around, self.observer)
                 root, loss, weight = self._tally.add(self.job.loss(self.model, data), chunk)
                 if chunk is filled[-1]:
+                    self._tally.keep_own()
                     work = self.replicas.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
                     self.exchange.begin_last_chunk()
                 root.backward()
             if self.observer:
                 self.observer.chunk_done(chunk, float(weight), float(loss.detach()))
         if not filled and self.plan.dp > 1:
+            self._tally.keep_own()
             work = self.replicas.all_reduce(self._tally.sums)
         return work
 
@@ -237,9 +256,38 @@ class Replica:
             [self._data(chunk) for chunk in filled], finish=finish, begin=partial(self._begin_microbatch, filled), listener=listener
         )
         yield from staged.add_up(self._tally.sums)
+        self._tally.keep_own()
+
+    def settle(self) -> Steps[None]:
+        """End a round of local steps, so that all replicas hold the same parameters; nothing if they do. Every rank calls it."""
+        if self.rounds and (yield from self.rounds.settle()):
+            yield from self._changed()
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
-        """Mean of every metric over all replicas' chunks, in evaluation mode."""
+        """Mean of every metric over all replicas' chunks, in evaluation mode.
+
+        Within a round of local steps it is the mean of the replicas' parameters that is evaluated; afterwards each goes on from its own.
+        """
+        if self.rounds is None or self.rounds.settled:
+            return (yield from self._evaluate(chunks))
+        own = yield from self.rounds.mean()
+        try:
+            if self.staged:
+                yield from self.staged.published()
+            values = yield from self._evaluate(chunks)
+        finally:
+            self.rounds.put_back(own)
+        if self.staged:
+            yield from self.staged.published()
+        return values
+
+    def _changed(self) -> Steps[None]:
+        """Parameters have new values that no update made."""
+        self.updater.forget()
+        if self.staged:
+            yield from self.staged.published()
+
+    def _evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
         assert self.job.evaluate
         metrics = self.job.evaluate.metrics
         sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device=self.seat.device)
@@ -276,11 +324,19 @@ class Replica:
         return (yield from self.staged.weights()) if self.staged else self.model.state_dict()
 
     def optimizer_state(self) -> Steps[tuple[list[Piece], dict[str, Any]]]:
-        """As `Updater.state`."""
-        made = yield from self.updater.state(self.seat.world)
+        """As `Updater.state`. Replicas that step by themselves are one before: parameters by ending the round, the optimizer's state by its mean."""
+        yield from self.settle()
+        if self.rounds:
+            self._saved_bytes.update((yield from self.updater.average_state(self.replicas, self.seat.readers)))
+        pieces, values = yield from self.updater.state(self.seat.world)
         self._sent["tp"].update(self.updater.bytes_per_save("tp"))
         self._saved_bytes.update(self.updater.bytes_per_save("dp"))
-        return made
+        if self._outer:
+            here = {name for name, _ in self.named} if self._stage_group else None
+            outer = yield from outer_pieces(self._outer.momentum, self.shards, self.seat.world, self.seat.device, here)
+            self._sent["tp"]["all_gather"] += outer.bytes_tp
+            pieces = pieces + outer.pieces
+        return pieces, values
 
     def whole_state(self) -> Steps[dict[str, Tensor]]:
         """Parameters and buffers by name, whole, tied ones once; all of them on rank 0. Every rank calls it."""
@@ -338,6 +394,16 @@ class Replica:
             return {}
         return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
 
+    def load(self, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
+        """Restore what `optimizer_state` gave on all ranks together. Arguments: of `Updater.load`."""
+        self.updater.load(read, shapes, values)
+        if self._outer:
+            self._outer.momentum = load_outer(self.named, self.shards, read, shapes)
+
+    def bytes_of_rounds(self) -> dict[str, int]:
+        """Bytes that the means of parameters so far handed over along dp."""
+        return self.rounds.bytes_so_far() if self.rounds else {}
+
     def bytes_of_saves(self) -> dict[str, int]:
         """Bytes that the checkpoints so far handed over along dp."""
         return dict(self._saved_bytes)
@@ -359,13 +425,27 @@ class Replica:
             return Alone(self.named)
         if not self.named:
             return Nothing()
-        alike = [name for name, _ in self.named if name not in self.shards.pieces] if self.staged else ()
+        by_name = exchange_by_name(self.plan, self.named, self.replicas, apart=self._alike)
+        if by_name is not None:
+            return by_name
         windows = windows_of(self.replicas) if self.seat.device.type == "cpu" else None
-        settings: Any = {"bucket_bytes": self.plan.bucket_bytes, "overlap": self.plan.overlap, "apart": alike, "windows": windows}
+        settings: Any = {"bucket_bytes": self.plan.bucket_bytes, "overlap": self.plan.overlap, "apart": self._alike, "windows": windows}
         if windows is not None and self._share and not why_separate(made, self.named):
             copies = partial(OneForAll, windows=windows, frozen=self._frozen)
             return ZeroOne(self.named, self.replicas, copies=copies, **settings)
         return (ZeroOne if self.plan.zero else AllReduce)(self.named, self.replicas, **settings)
+
+    def _open_rounds(self) -> Rounds | None:
+        if not self.plan.local:
+            return None
+        if self.plan.exchange == "diloco":
+            self._outer = OuterStep(learning_rate=self.plan.outer_learning_rate, momentum=self.plan.outer_momentum)
+        return Rounds(self.named, self.replicas, local_steps=self.plan.local_steps, end=self._outer or TakeMean(), apart=self._alike)
+
+    @property
+    def _alike(self) -> Sequence[str]:
+        """Names of parameters that other ranks of the replica hold too."""
+        return [name for name, _ in self.named if name not in self.shards.pieces] if self.staged else ()
 
     def _begin_chunk(self, chunk: Chunk, around: ExitStack, observer: Observer | None = None) -> None:
         """Seed the chunk's draws, and key them if the plan says so, until `around` ends."""

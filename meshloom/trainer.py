@@ -102,6 +102,10 @@ class Trainer:
         self.job = job
         self.plan = _plan(plan)
         self.plan.check_batch(job.batch_size)
+        if self.plan.exchange == "async":
+            raise PlanError(
+                "exchange=async cannot be trained by this version. Use exchange=server, which updates once a step, or exchange=local_sgd."
+            )
         self.steps = steps if steps is not None else job.steps
         if self.steps < 1:
             raise JobError(f"steps={self.steps} must be 1 or more.")
@@ -124,7 +128,7 @@ class Trainer:
             self.together(lambda replica: replica.prepare())
             if resume is not None:
                 self._resume(Path(resume))
-            self._start_step = self.next_step
+            self._start_step = self._checked = self.next_step
             self._checks = self._evaluations = 0
             self._clock = _Clock()
             copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
@@ -151,9 +155,9 @@ class Trainer:
         self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
         self.next_step = batch.step + 1
         self._enter("comparing")
-        if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
-            self.together(lambda replica: replica.check_identical(batch.step))
-            self._checks += 1
+        if self.next_step == self.steps:
+            self.together(lambda replica: replica.settle())
+        self._compare(batch.step)
         if self.plan.mesh.size > self.plan.dp and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_team(batch.step))
         self._enter("between steps")
@@ -169,6 +173,15 @@ class Trainer:
             for note in self.together(lambda replica: replica.take_notes())[0]:
                 self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
         return result.loss
+
+    def _compare(self, step: int) -> None:
+        """Compare the replicas' bits, if that is due and they should be the same."""
+        rounds = self.replicas[0].rounds
+        due = self.next_step // CHECK_EVERY > self._checked // CHECK_EVERY or self.next_step == self.steps
+        if self.plan.dp > 1 and due and (rounds is None or rounds.settled):
+            self.together(lambda replica: replica.check_identical(step))
+            self._checks += 1
+            self._checked = self.next_step
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
@@ -340,7 +353,7 @@ class Trainer:
             checkpoint.check(_fingerprint(replica))
             replica.shards.load_weights(replica.model, weights)
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
-            replica.updater.load(checkpoint.read, shapes, checkpoint.values["updater"])
+            replica.load(checkpoint.read, shapes, checkpoint.values["updater"])
         self.next_step = checkpoint.step
         if self.next_step >= self.steps:
             raise CheckpointError(
@@ -387,6 +400,7 @@ class Trainer:
                 total[name] = total.get(name, 0) + count * times
 
         add(replica.bytes_of_saves(), 1)
+        add(replica.bytes_of_rounds(), 1)
         add(replica.bytes_per_step(), self._clock.num_steps)
         if self.plan.dp > 1:
             add({"all_gather": replica.bytes_per_check()}, self._checks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.server import Server
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from tests.windows import OneProcess
@@ -36,6 +38,8 @@ KINDS: dict[str, Callable[..., Exchange]] = {
     "all_reduce_in_windows": all_reduce_in_windows,
     "zero": ZeroOne,
     "one_copy": one_copy,
+    "one_server": partial(Server, num_servers=1),
+    "two_servers": partial(Server, num_servers=2),
 }
 
 

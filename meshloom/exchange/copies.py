@@ -13,8 +13,9 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.comm.windows import Extent, separate
+from meshloom.comm.windows import Extent
 from meshloom.exchange.buckets import Bucket
+from meshloom.exchange.slices import move_into_flat, share_of
 
 
 class Copies(ABC):
@@ -51,12 +52,7 @@ class OneEach(Copies):
 
     def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
         self._group = group
-        self._flats = separate([extent_of(bucket) for bucket in buckets])
-        for bucket, flat in zip(buckets, self._flats, strict=True):
-            for entry in bucket.entries:
-                view = flat[entry.start : entry.stop].view(entry.parameter.shape)
-                view.copy_(entry.parameter.data)
-                entry.parameter.data = view
+        self._flats = [move_into_flat(bucket) for bucket in buckets]
 
     @property
     def is_one(self) -> bool:
@@ -90,5 +86,4 @@ def extent_of(bucket: Bucket) -> Extent:
 
 def segment(flat: Tensor, group: Group) -> Tensor:
     """This rank's share of a bucket [size * n]: n elements."""
-    length = flat.numel() // group.size
-    return flat[group.rank * length : (group.rank + 1) * length]
+    return share_of(flat, group.rank, group.size)

@@ -23,6 +23,7 @@ from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.copies import Copies, OneEach, segment
 from meshloom.exchange.exchange import Exchange, Slice
+from meshloom.exchange.slices import OwnedSlices, by_name
 from meshloom.graph.landing import Room
 
 
@@ -60,22 +61,11 @@ class ZeroOne(Exchange):
         self._copies = copies(self._buckets.buckets, group)
         self._used = torch.zeros(len(named), dtype=torch.uint8, device=self._buckets.buckets[0].flat.device)
         self._is_used: list[bool] = []
-        self._owned: list[Slice] = []
-        self._positions: list[tuple[int, int, int, int]] = []  # (bucket, start and stop within this rank's segment, entry's number in `used`)
-        number = 0
-        for index, bucket in enumerate(self._buckets.buckets):
-            length = bucket.flat.numel() // group.size
-            first = group.rank * length
-            for entry in bucket.entries:
-                start, stop = max(entry.start, first), min(entry.stop, first + length)
-                if start < stop:
-                    self._owned.append(Slice(entry.name, entry.parameter, start - entry.start, stop - entry.start))
-                    self._positions.append((index, start - first, stop - first, number))
-                number += 1
+        self._mine = OwnedSlices(self._buckets.buckets, group.rank, group.size)
 
     @property
     def owned(self) -> Sequence[Slice]:
-        return self._owned
+        return self._mine.slices
 
     @property
     def owners(self) -> Group:
@@ -117,26 +107,19 @@ class ZeroOne(Exchange):
             gradient.div_(divisor)
         self._is_used = [bool(each) for each in self._used.tolist()]
         yield from self._buckets.share_order(self._group)
-        return [self._gradients[index][start:stop] if self._is_used[number] else None for index, start, stop, number in self._positions]
+        return self._mine.gradients(self._gradients, self._is_used)
 
     def publish(self) -> Steps[None]:
         yield from self._copies.publish()
 
     def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        pieces = [torch.zeros_like(each) for each in self._gradients]
-        for each, (index, start, stop, _) in zip(gradients, self._positions, strict=True):
-            if each is not None:
-                pieces[index][start:stop] = each
+        pieces = self._mine.shares(gradients, self._gradients)
         whole = [torch.zeros_like(bucket.flat) for bucket in self._buckets.buckets]
         works = [self._group.all_gather(flat, piece) for flat, piece in zip(whole, pieces, strict=True)]
         yield
         for work in works:
             work.wait()
-        entries = [(entry, flat) for bucket, flat in zip(self._buckets.buckets, whole, strict=True) for entry in bucket.entries]
-        return {
-            entry.name: flat[entry.start : entry.stop].view(entry.parameter.shape) if used else None
-            for (entry, flat), used in zip(entries, self._is_used, strict=True)
-        }
+        return by_name(self._buckets.buckets, whole, self._is_used)
 
     def bytes_per_step(self) -> dict[str, int]:
         total = sum(bucket.num_bytes for bucket in self._buckets.buckets)

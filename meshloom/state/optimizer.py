@@ -8,6 +8,7 @@ The optimizer objects stay, because schedulers hold them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshloom.errors import CheckpointError, JobError
 from meshloom.exchange.exchange import Exchange
 from meshloom.job import Job, NamedParameters
 from meshloom.mesh import Axis
+from meshloom.state.average_state import average_state
 from meshloom.state.checkpoint import Piece
 from meshloom.state.clipping import clip
 from meshloom.state.elementwise import Reach
@@ -41,6 +43,7 @@ class Updater:
     updated. `job.elementwise` overrides the trial: True updates slices, False whole parameters; None finds out.
     shards, parts: where parameters are divided over tp, how, and what the model holds of them now under the same names; `exchange` is over these.
     stages: the ranks along pp, each of which updates other parameters: those in `parts`.
+    num_keepers: where the exchange has owners, of how many, the first ones, whole parameters may be; None: of all.
     made: what the job's optimizer function has made of the named parameters, if it was called already.
     Parameters that every rank of tp holds whole are updated by each of them, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
@@ -54,10 +57,12 @@ class Updater:
         shards: Shards | None = None,
         parts: NamedParameters | None = None,
         stages: Group | None = None,
+        num_keepers: int | None = None,
         made: Made | None = None,
     ) -> None:
         self._job = job
         self._stages = stages
+        self._num_keepers = num_keepers
         self._here = {name for name, _ in parts} if parts is not None and stages is not None else None
         self._exchange = exchange
         self._shards = shards or Shards({}, None)
@@ -117,6 +122,18 @@ class Updater:
         for scheduler in self._schedulers:
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         return norm
+
+    def forget(self) -> None:
+        """Parameters have new values that no update made."""
+        if self._from_parts:
+            self._from_parts.forget()
+
+    def average_state(self, group: Group, talk: Group) -> Steps[dict[str, int]]:
+        """Replicas that have stepped by themselves get the same state; bytes handed to each kind of collective. Arguments: of `average_state`."""
+        total: Counter[str] = Counter()
+        for optimizer, held in zip(self._optimizers, self._held, strict=True):
+            total.update((yield from average_state(optimizer, held, group, talk)))
+        return dict(total)
 
     def learning_rates(self) -> list[float]:
         """Of every group of every optimizer that has one."""
@@ -178,8 +195,7 @@ class Updater:
         for optimizer, held, saved in zip(self._optimizers, self._held, values["optimizers"], strict=True):
             load_state(optimizer, held, read, shapes)
             load_settings(optimizer, saved)
-        if self._from_parts:
-            self._from_parts.forget()
+        self.forget()
         for scheduler, saved in zip(self._schedulers, values["schedulers"], strict=True):
             scheduler.load_state_dict(from_json(saved))
 
@@ -191,7 +207,7 @@ class Updater:
         """
         owners, shards, one_copy = self._exchange.owners, self._shards, self._exchange.one_copy
         assert not (one_copy and "optimizer" in reaches), "every rank would update the one copy"
-        num_owners, here = (owners.size, owners.rank) if owners else (1, 0)
+        num_owners, here = (self._num_keepers or owners.size, owners.rank) if owners else (1, 0)
         whole: dict[str, nn.Parameter] = {}
         everywhere: set[str] = set()
         for optimizer, how in zip(self._optimizers, reaches, strict=True):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect
+from meshloom.errors import PlanError
 from meshloom.job import Job
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.replica import Replica, StepResult
@@ -50,6 +51,7 @@ def verify(
 
     dtype: run both in this precision; float64 tells a mistake from rounding. Raises as the trainer does.
     """
+    check_promised(plan)
     keyed = replace(plan, keyed_draws=True)
     quiet = Listener(started=lambda text: None)  # the report says it
     with Trainer(
@@ -68,6 +70,15 @@ def verify(
             plan=str(plan), devices=trainer.world.why, precision=str(reference.precision).removeprefix("torch."), owned=owned,
             steps=found.steps, causes=causes, casts=found.comparer.casts, whole=found.whole,
         )  # fmt: skip
+
+
+def check_promised(plan: Plan) -> None:
+    """Raise `PlanError` naming the setting if the plan does not promise to equal one device."""
+    if plan.exempt:
+        raise PlanError(
+            f"{plan.exempt}: such a plan does not promise to compute what one device computes, so there is nothing to verify. "
+            "Verify it without that setting, and compare losses with it."
+        )
 
 
 def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
