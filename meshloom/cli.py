@@ -34,7 +34,7 @@ from meshloom.report.directory import print_run_directory, read_run_directory, r
 from meshloom.report.machine import machine_records, print_machine
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.stages import lines_of, stages_record
-from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
+from meshloom.report.terminal import Terminal, evaluation_text, how_many, progress_text, saved_text
 from meshloom.trainer import Trainer
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
@@ -180,9 +180,11 @@ def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     job, plan = trainer.job, trainer.plan
     parameters = trainer.replicas[0].num_parameters()
     name = type(trainer.replicas[0].model).__name__
-    per_replica = f"{plan.dp} replica{'s' if plan.dp > 1 else ''} x {plan.microbatches} chunk{'s' if plan.microbatches > 1 else ''}"
+    per_replica = f"{how_many(plan.dp, 'replica')} x {how_many(plan.microbatches, 'chunk')}"
     start = f", from step {trainer.next_step}" if trainer.next_step else ""
-    terminal.start(f"{name}, {parameters:,} parameters; batches of {job.batch_size} samples over {per_replica}; {trainer.steps} steps{start}")
+    terminal.start(
+        f"{name}, {parameters:,} parameters; batches of {how_many(job.batch_size, 'sample')} over {per_replica}; {how_many(trainer.steps, 'step')}{start}"
+    )
     staged = trainer.replicas[0].staged
     division = staged.division if staged else None
     if division is not None and division.rates is not None:
@@ -217,7 +219,7 @@ def _tell_saved(step: int, path: Path, terminal: Terminal, records: _Records) ->
 
 
 def _tell_summary(summary: Summary, terminal: Terminal, records: _Records) -> None:
-    terminal.event(f"{summary.steps} steps in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}")
+    terminal.event(f"{how_many(summary.steps, 'step')} in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}")
     terminal.bytes_table(summary.predicted, summary.counted)
     terminal.time_line(summary.shares)
     records.write(

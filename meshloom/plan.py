@@ -15,6 +15,7 @@ from typing import Any
 
 from meshloom.errors import PlanError
 from meshloom.mesh import Mesh
+from meshloom.plan_exchange import check_exchange, complete_compress, exempt_setting, known_word
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages a rank; of interleaved at least
 RECOMPUTE = ("none", "full", "selective")
@@ -68,6 +69,13 @@ class Plan:
     virtual_stages: stages of each rank along pp. 0: as many as the schedule has at least.
     cuts: modules that begin the stages after the first, in order: cuts=blocks.4+blocks.8. Empty: chosen so that the slowest stage is fastest.
     recompute: what backward needs of forward is kept (none), computed again block by block (full), or computed again where that is cheap (selective).
+    exchange: how replicas agree. all_reduce: all get the sum of gradients and make the same update. server: some ranks update for all, once a step.
+        async: servers update with every push. local_sgd, diloco: each replica steps by itself, and every `local_steps` they average parameters.
+    servers: ranks that are servers too: the first of the replicas, over which the elements are divided evenly.
+    staleness: how many steps the fastest worker may be ahead of the slowest; None: any number. 0 makes exchange=async to exchange=server.
+    local_steps: steps that each replica takes between averages.
+    outer_learning_rate, outer_momentum: of diloco's outer step, Nesterov momentum on the averaged change of parameters.
+    compress: gradients travel as bf16, as matrices of low rank (powersgd:4) or as their largest elements (topk:0.01, a share of them).
 
     >>> Plan(dp=4, microbatches=2)
     Plan('dp=4,microbatches=2')
@@ -77,6 +85,8 @@ class Plan:
     Plan('dp=1,tp=2,tp_placements=blocks.*.up:column+head:vocabulary')
     >>> Plan.parse("dp=2,pp=2,microbatches=4,schedule=zb-v").num_stages
     4
+    >>> Plan(dp=4, exchange="async", staleness=0), Plan(dp=4, compress="topk")
+    (Plan('dp=4,exchange=server'), Plan('dp=4,compress=topk:0.01'))
     """
 
     dp: int = 1
@@ -94,6 +104,13 @@ class Plan:
     virtual_stages: int = 0
     cuts: tuple[str, ...] = ()
     recompute: str = "none"
+    exchange: str = "all_reduce"
+    servers: int = 1
+    staleness: int | None = None
+    local_steps: int = 1
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    compress: str = "none"
 
     def __post_init__(self) -> None:
         if isinstance(self.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may come from JSON
@@ -103,7 +120,9 @@ class Plan:
         for field in fields(self):
             value = getattr(self, field.name)
             expected = type(field.default)
-            if type(value) is not expected:
+            if expected is float and type(value) is int:
+                object.__setattr__(self, field.name, float(value))
+            elif type(value) is not expected and not (field.name == "staleness" and type(value) is int):
                 raise PlanError(f"{field.name}={value!r} must be {_describe(expected)}, like {field.name}={_text(field.default)}.")
         for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
             if getattr(self, name) < 1:
@@ -122,16 +141,14 @@ class Plan:
                 "Use pp=2 or tp=2 or more, or leave it out."
             )
         self._check_pipeline()
+        self._check_exchange()
         if self.sync_batch_norm and self.reads:
             why = next(f"{name}={getattr(self, name)}" for name in ("tp", "pp", "recompute") if getattr(self, name) not in (1, "none"))
             raise PlanError(f"sync_batch_norm=true works on modules, and {why} computes operators. Leave {why} out, or use sync_batch_norm=false.")
 
     def _check_pipeline(self) -> None:
         for name, known in (("schedule", tuple(SCHEDULES)), ("recompute", RECOMPUTE)):
-            if getattr(self, name) not in known:
-                near = difflib.get_close_matches(getattr(self, name), known, n=1)
-                hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
-                raise PlanError(f"{name}={getattr(self, name)} is not known. {hint}")
+            known_word(name, getattr(self, name), known)
         if not all(isinstance(each, str) and each and not any(mark in each for mark in ",+= ") for each in self.cuts):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(f"cuts={self.cuts!r} must be names of modules, like cuts=blocks.4+blocks.8.")
         if self.pp == 1:
@@ -153,6 +170,13 @@ class Plan:
                 f"Name {self.num_stages - 1} modules."
             )
 
+    def _check_exchange(self) -> None:
+        object.__setattr__(self, "compress", complete_compress(self.compress))
+        if self.exchange == "async" and self.staleness == 0:  # nobody is ahead of anybody
+            object.__setattr__(self, "exchange", "server")
+            object.__setattr__(self, "staleness", None)
+        check_exchange(self)
+
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks this plan needs."""
@@ -162,6 +186,16 @@ class Plan:
     def reads(self) -> bool:
         """Whether the program of the loss is read and run, instead of the user's modules."""
         return self.tp > 1 or self.pp > 1 or self.recompute != "none"
+
+    @property
+    def local(self) -> bool:
+        """Whether replicas step by themselves, and average parameters now and then."""
+        return self.exchange in ("local_sgd", "diloco")
+
+    @property
+    def exempt(self) -> str:
+        """The setting because of which the plan need not equal one device; "" if it promises to."""
+        return exempt_setting(self)
 
     @property
     def num_stages(self) -> int:
@@ -184,7 +218,7 @@ class Plan:
     @staticmethod
     def parse(text: str) -> Plan:
         """Read the text form: `key=value` joined by `,`."""
-        settings: dict[str, int | bool | str | Pairs | tuple[str, ...]] = {}
+        settings: dict[str, int | float | bool | str | Pairs | tuple[str, ...] | None] = {}
         for part in text.split(","):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not key or not value:
@@ -264,10 +298,13 @@ def _pairs(key: str, text: str) -> Pairs:
     return Pairs(found)
 
 
-def _value(key: str, text: str) -> int | bool | str | Pairs | tuple[str, ...]:
+def _value(key: str, text: str) -> int | float | bool | str | Pairs | tuple[str, ...] | None:
     _known(key)
-    if key in ("schedule", "recompute"):
+    default = next(field.default for field in fields(Plan) if field.name == key)
+    if isinstance(default, str):
         return text
+    if key == "staleness" and text == "inf":
+        return None
     if key == "cuts":
         return tuple(each.strip() for each in text.split("+"))
     if key == "tp_placements":
@@ -277,9 +314,8 @@ def _value(key: str, text: str) -> int | bool | str | Pairs | tuple[str, ...]:
     if text in ("true", "false"):
         return text == "true"
     try:
-        return int(text)
+        return float(text) if isinstance(default, float) else int(text)
     except ValueError:
-        default = next(field.default for field in fields(Plan) if field.name == key)
         raise PlanError(f"{key}={text} must be {_describe(type(default))}, like {key}={_text(default)}.") from None
 
 
@@ -303,11 +339,16 @@ def _text(value: object) -> str:
         return "+".join(f"{pattern}:{way}" for pattern, way in value.items()) or "blocks.*.up:column"
     if isinstance(value, tuple):
         return "+".join(value) or "blocks.4+blocks.8"
+    if value is None:
+        return "inf"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _describe(kind: type) -> str:
-    return {int: "a whole number", bool: "true or false", Pairs: "pairs of patterns and ways", str: "a word", tuple: "names of modules"}[kind]
+    return {
+        int: "a whole number", float: "a number", bool: "true or false", Pairs: "pairs of patterns and ways", str: "a word", tuple: "names of modules",
+        type(None): "a whole number, or inf",
+    }[kind]  # fmt: skip
 
 
 def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:

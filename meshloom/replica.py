@@ -34,19 +34,19 @@ from meshloom.exchange.zero import ZeroOne
 from meshloom.job import Job
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis
-from meshloom.pipeline.microbatches import Both
 from meshloom.pipeline.recorder import Recorder
+from meshloom.pipeline.run import Both
 from meshloom.pipeline.spans import SpanKind
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.staged import Staged
+from meshloom.state.alike import bytes_per_comparison, first_difference
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.checkpoint import Piece
 from meshloom.state.data import Chunk, to_device
-from meshloom.state.digest import digest
 from meshloom.state.homes import held
 from meshloom.state.model import build_model, copy_from_first, facts, state_of
-from meshloom.state.not_finite import watch_finite
+from meshloom.state.not_finite import find_not_finite
 from meshloom.state.optimizer import Updater
 from meshloom.state.shards import Shards
 from meshloom.state.tally import Tally
@@ -216,14 +216,13 @@ class Replica:
                 self.observer.chunk_done(filled[microbatch], float(weight), float(loss.detach()))
             return root
 
-        def begin(microbatch: int, around: ExitStack, watched: bool) -> None:
-            self._begin_chunk(filled[microbatch], around, self.observer if watched else None)
-
         self.exchange.begin_last_chunk()
         activity = self.seat.activity
         activity.follow(staged.actions(len(filled)))
         listener = Both(activity, self.recorder) if self.recorder else activity
-        yield from staged.train([self._data(chunk) for chunk in filled], finish=finish, begin=begin, listener=listener)
+        yield from staged.train(
+            [self._data(chunk) for chunk in filled], finish=finish, begin=partial(self._begin_microbatch, filled), listener=listener
+        )
         yield from staged.add_up(self._tally.sums)
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
@@ -277,25 +276,15 @@ class Replica:
         """Elements of all parameters of the whole model."""
         return self._num_parameters
 
-    def digests(self) -> Steps[list[list[int]]]:
-        """A hash of every parameter and buffer, from every replica: [replica][tensor]."""
-        mine = torch.stack([digest(tensor) for tensor in held(state_of(self.model).items()).values()] or [torch.zeros((), dtype=torch.int64)])
-        everyone = mine.new_empty(self.replicas.size * mine.numel())
-        work = self.replicas.all_gather(everyone, mine)
-        yield
-        work.wait()
-        return everyone.view(self.replicas.size, -1).tolist()
-
     def check_identical(self, step: int) -> Steps[None]:
         """Raise `TrainingError` naming the first parameter or buffer that differs between replicas."""
-        everyone = yield from self.digests()
-        for replica, theirs in enumerate(everyone):
-            for name, here, there in zip(held(state_of(self.model).items()) or [""], everyone[0], theirs, strict=True):
-                if here != there:
-                    raise TrainingError(
-                        f"After step {step}, {name} differs between replicas dp=0 and dp={replica}: something in the model or optimizer "
-                        "is not deterministic or not part of the exchange (a parameter changed outside the optimizer, a buffer written by one rank)."
-                    )
+        found = yield from first_difference(self.model, self.replicas)
+        if found is not None:
+            name, replica = found
+            raise TrainingError(
+                f"After step {step}, {name} differs between replicas dp=0 and dp={replica}: something in the model or optimizer "
+                "is not deterministic or not part of the exchange (a parameter changed outside the optimizer, a buffer written by one rank)."
+            )
 
     def check_team(self, step: int) -> Steps[None]:
         """Raise `TrainingError` naming the first parameter or buffer that several ranks of the replica hold whole, and not alike."""
@@ -338,8 +327,8 @@ class Replica:
         return 16 * len(self.job.evaluate.metrics) if self.job.evaluate else 0
 
     def bytes_per_check(self) -> int:
-        """Bytes that `digests` hands over."""
-        return 8 * max(1, len(held(state_of(self.model).items())))
+        """Bytes that `check_identical` hands over."""
+        return bytes_per_comparison(self.model)
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -369,6 +358,10 @@ class Replica:
         if self.plan.keyed_draws and not self.staged:  # programs key their draws themselves
             around.enter_context(KeyedDraws(rows, seen))
 
+    def _begin_microbatch(self, chunks: Sequence[Chunk], microbatch: int, around: ExitStack, watched: bool) -> None:
+        """As stages call it. watched: for the observer, too."""
+        self._begin_chunk(chunks[microbatch], around, self.observer if watched else None)
+
     def _again(self, chunk: Chunk, data: Any) -> Tensor:
         """The chunk's loss once more, from the same draws."""
         with ExitStack() as around:
@@ -395,13 +388,9 @@ class Replica:
             )
         here: list[Any] | None
         if self.staged:
-
-            def begin(microbatch: int, around: ExitStack, watched: bool) -> None:
-                self._begin_chunk(chunks[microbatch], around)
-
-            here = yield from self.staged.find_not_finite([self._data(chunk) for chunk in chunks], begin)
+            here = yield from self.staged.find_not_finite([self._data(chunk) for chunk in chunks], partial(self._begin_microbatch, chunks))
         else:
-            where = self._find_not_finite(chunks)
+            where = find_not_finite(self.model, chunks, lambda chunk: self._again(chunk, self._data(chunk)))
             here = [0, where] if where else None
         found = yield from collect(self.seat.world, here)
         _, rank, where = min(
@@ -411,19 +400,6 @@ class Replica:
             f"The loss of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
             "lower the learning rate, clip gradients, or look at this batch."
         )
-
-    def _find_not_finite(self, chunks: Sequence[Chunk]) -> str | None:
-        for name, parameter in self.model.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
-                return f"whose parameter {name} was not finite before the step"
-        for chunk in chunks:
-            with torch.no_grad(), watch_finite(self.model) as first:
-                loss = self._again(chunk, self._data(chunk))
-            if first:
-                return f"chunk {chunk.index}; the first module whose output is not finite is {first[0]}"
-            if not bool(torch.isfinite(loss)):
-                return f"chunk {chunk.index}; every module's output is finite, so the loss function made it"
-        return None
 
 
 def _add_value(row: Tensor, chunk: Chunk, returned: Any) -> None:

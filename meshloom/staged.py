@@ -25,12 +25,10 @@ from meshloom.errors import DataError
 from meshloom.exchange.exchange import Exchange
 from meshloom.graph.division import Division
 from meshloom.graph.landing import InPlace
-from meshloom.graph.loss_programs import LossPrograms, shapes_of
+from meshloom.graph.loss_programs import LossPrograms
 from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import place
 from meshloom.graph.stages import Stage
-from meshloom.graph.traffic import sent_in_chunk
-from meshloom.graph.undivided import Undivided
 from meshloom.job import Job, LossFunction
 from meshloom.mesh import Axis
 from meshloom.pipeline.microbatches import Microbatches
@@ -41,7 +39,7 @@ from meshloom.plan import Plan, chunk_sizes
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.data import to_device
 from meshloom.state.digest import digest
-from meshloom.state.homes import Homes, changed_in, held, holders_of, shapes_of_tensors
+from meshloom.state.homes import Homes, held, shapes_of_tensors
 from meshloom.state.model import state_of
 from meshloom.state.samples import first_batches
 from meshloom.state.shards import Shards
@@ -64,9 +62,8 @@ class Staged:
         self.division: Division | None = None
         if self.tp is not None:
             limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
-            self.division = Division(job, self.tp, team, dtype=dtype, placements=plan.tp_placements, **limits)
-        programs: LossPrograms = self.division or Undivided(job, team, dtype=dtype)
-        self.staging = Staging(job, plan, programs, team)
+            self.division = Division(self.tp, rules=job.rules, placements=plan.tp_placements, **limits)
+        self.staging = Staging(job, plan, LossPrograms(job, team, self.division, dtype=dtype), team)
         self.sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
         self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
         self.homes: Homes
@@ -77,13 +74,6 @@ class Staged:
         self._model: nn.Module
         self._summed: list[tuple[str, nn.Parameter]] = []
         self._parameters: dict[str, nn.Parameter] = {}
-        self._over_tp: dict[int, Counter[str]] = {}
-        self._actions: dict[int, tuple[Action, ...]] = {}  # number of microbatches -> in order
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the last stage, where the loss is."""
-        return self.staging.ranks[-1] == self.pp.rank
 
     def open(self, model: nn.Module) -> Steps[None]:
         """Read the loss, decide who holds what, and let go of the rest. All ranks call it; model: whole, and on rank 0 as it was built."""
@@ -92,19 +82,17 @@ class Staged:
         batch = to_device(batches[0] if batches else None, self.seat.device, self.dtype)
         stages = yield from self.staging.open(batch, self.seat.world, model)
         self.stages = tuple(stage for stage in stages if self.staging.ranks[stage.number] == self.pp.rank)
-        self.homes = Homes(holders_of(stages, self.staging.ranks), self.pp, self._team)
+        self.homes = Homes(self.staging.holders, self.pp, self._team)
         self.homes.release(model)
         self.shards = Shards(self.staging.programs.pieces, self.tp)
         self.shards.divide(model)
         self._model = model
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
-        self.statistics = {stage.number: RunningStatistics(model, self.seat.groups["dp"], changing=changed_in(stage)) for stage in self.stages}
+        self.statistics = {stage.number: RunningStatistics(model, self.seat.groups["dp"], changing=stage.changing) for stage in self.stages}
 
     def actions(self, num_microbatches: int) -> tuple[Action, ...]:
         """What this rank does in a step of so many microbatches, in order."""
-        if num_microbatches not in self._actions:
-            self._actions[num_microbatches] = self.staging.schedule(num_microbatches).actions[self.pp.rank] if num_microbatches else ()
-        return self._actions[num_microbatches]
+        return self.staging.schedule(num_microbatches).actions[self.pp.rank] if num_microbatches else ()
 
     def owned(self) -> list[tuple[str, nn.Parameter]]:
         """The trainable parameters that this rank updates, by name."""
@@ -149,8 +137,7 @@ class Staged:
         for parameter in self._parameters.values():
             parameter.grad = None
         if batches:
-            self.sent["pp"]["send"] += self.microbatches.train(batches, finish=finish, around=partial(self._around, begin), listener=listener)
-            self._count_over_tp(batches, None, training=True)
+            self._count(self.microbatches.train(batches, finish=finish, around=partial(self._around, begin), listener=listener))
         yield from self.homes.return_gradients(self._parameters)
         for parameter in self._later:
             if parameter.grad is not None:
@@ -169,8 +156,7 @@ class Staged:
     def evaluate(self, batch: Any, metric: LossFunction, finish: Callable[[Any], None]) -> Steps[None]:
         """What `metric` returns for a batch in evaluation mode, to `finish` on the last stage."""
         yield from self.staging.ready(batch, loss=metric, training=False)
-        self.sent["pp"]["send"] += self.microbatches.evaluate(batch, metric, finish)
-        self._count_over_tp([batch], metric, training=False)
+        self._count(self.microbatches.evaluate(batch, metric, finish))
 
     def published(self) -> Steps[None]:
         """After every update: who borrows parameters gets their new values."""
@@ -254,18 +240,9 @@ class Staged:
             begin(microbatch, around, stage == self.plan.num_stages - 1)
             yield
 
-    def _count_over_tp(self, batches: Sequence[Any], loss: LossFunction | None, *, training: bool) -> None:
-        if self.tp is None:
-            return
-        for batch in batches:
-            for stage in self.staging.stages(shapes_of(batch), loss=loss, training=training):
-                if self.staging.ranks[stage.number] == self.pp.rank:
-                    if id(stage) not in self._over_tp:
-                        found: Counter[str] = Counter()
-                        for each in sent_in_chunk(stage.program, self.tp.rank):
-                            found[each.collective] += each.num_bytes
-                        self._over_tp[id(stage)] = found
-                    self.sent["tp"].update(self._over_tp[id(stage)])
+    def _count(self, sent: Mapping[Axis, Mapping[str, int]]) -> None:
+        for axis, kinds in sent.items():
+            self.sent[axis].update(kinds)
 
     def _sum_over_tp(self) -> Steps[None]:
         """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.

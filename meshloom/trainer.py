@@ -27,6 +27,7 @@ from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.recording import Recording, gather_timeline, is_kept, write_recording
 from meshloom.report.summary import Traffic, time_shares
+from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
@@ -336,7 +337,7 @@ class Trainer:
         self.next_step = checkpoint.step
         if self.next_step >= self.steps:
             raise CheckpointError(
-                f"The checkpoint is at step {self.next_step} and the run has {self.steps} steps, so nothing is left. Give more with --steps."
+                f"The checkpoint is at step {self.next_step} and the run has {how_many(self.steps, 'step')}, so nothing is left. Give more with --steps."
             )
 
     def _check_separate(self) -> None:

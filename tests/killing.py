@@ -59,6 +59,13 @@ def kill_a_rank(process: subprocess.Popen[str], chooser: random.Random) -> tuple
     return rank, time.monotonic()
 
 
+def let_run(process: subprocess.Popen[str], seconds: float) -> None:
+    """For so long, or until it ends."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.001)
+
+
 def told(process: subprocess.Popen[str]) -> tuple[str, float]:
     """What the run says until it ends, and when."""
     _, errors = process.communicate(timeout=60)
@@ -72,16 +79,34 @@ def wait_for_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
         time.sleep(0.05)
 
 
+def newest(out: Path) -> int:
+    """The step of the newest checkpoint; 0: there is none."""
+    return max((int(path.name.removeprefix("step-")) for path in out.glob("step-*")), default=0)
+
+
 def steps_after_resume(words: list[str], out: Path) -> tuple[int, int]:
     """Resume the run of `words` for five steps: (where it began, where it ended)."""
-    newest = max(int(path.name.removeprefix("step-")) for path in out.glob("step-*"))
-    done = subprocess.run([*words, "--resume", str(out), "--steps", str(newest + 5), "--json", "-"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*words, "--resume", str(out), "--steps", str(newest(out) + 5), "--json", "-"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     return events[0]["step"], [event["step"] for event in events if event["event"] == "step"][-1]
 
 
+def left(out: Path) -> list[psutil.Process]:
+    """The processes of this run that there are."""
+    return [process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])]
+
+
 def assert_nothing_left(out: Path) -> None:
     """No process of this run."""
-    left = [process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])]
-    assert not left, left
+    assert not left(out), left(out)
+
+
+def kill_the_launcher(process: subprocess.Popen[str], out: Path) -> None:
+    """And see that its ranks end in time."""
+    process.kill()
+    process.communicate()
+    gone = time.monotonic()
+    while left(out):
+        assert time.monotonic() - gone < SECONDS_TO_TELL
+        time.sleep(0.05)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.killing import SECONDS_TO_TELL, assert_nothing_left, kill_a_rank, running, steps_after_resume, told, wait_for_checkpoint
+from tests.killing import (
+    SECONDS_TO_TELL,
+    assert_nothing_left,
+    kill_a_rank,
+    kill_the_launcher,
+    let_run,
+    running,
+    steps_after_resume,
+    told,
+    wait_for_checkpoint,
+)
 from tests.killing import command as command_of
 
 pytestmark = [pytest.mark.processes]
@@ -45,9 +53,7 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
         out = tmp_path / f"run-{attempt % 5}"  # later runs go on from what earlier ones left
         more = ["--resume", str(out)] if list(out.glob("step-*")) else []
         with running(command(out, *more)) as process:
-            deadline = time.monotonic() + chooser.uniform(0.0, 12.0)  # start-up takes about half of it
-            while time.monotonic() < deadline and process.poll() is None:
-                time.sleep(0.01)
+            let_run(process, chooser.uniform(0.0, 12.0))  # start-up takes about half of it
             rank, at = kill_a_rank(process, chooser)
             errors, ended = told(process)
         assert process.returncode == 1, errors
@@ -68,12 +74,7 @@ def test_a_killed_launcher_leaves_nothing(seconds: float, tmp_path: Path) -> Non
     out = tmp_path / "run"
     with running(command(out)) as process:
         time.sleep(seconds)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        gone = time.monotonic()
-        while [each for each in psutil.process_iter(["cmdline"]) if str(out) in (each.info["cmdline"] or [])]:
-            assert time.monotonic() - gone < SECONDS_TO_TELL
-            time.sleep(0.05)
+        kill_the_launcher(process, out)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])

@@ -21,7 +21,20 @@ from meshloom.errors import PeerLostError
 from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from tests.jobs import make_job
-from tests.killing import SECONDS_TO_TELL, assert_nothing_left, command, kill_a_rank, ranks, running, steps_after_resume, told, wait_for_checkpoint
+from tests.killing import (
+    SECONDS_TO_TELL,
+    assert_nothing_left,
+    command,
+    kill_a_rank,
+    kill_the_launcher,
+    let_run,
+    newest,
+    ranks,
+    running,
+    steps_after_resume,
+    told,
+    wait_for_checkpoint,
+)
 from tests.processes import on_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("silent_export")]
@@ -47,10 +60,6 @@ def troubled(words: list[str], file: Path) -> Iterator[subprocess.Popen[str]]:
 
 def name_of(rank: int, plan: str) -> str:
     return rf"Rank {rank} \({Plan.parse(plan).mesh.place(rank)}\)"
-
-
-def newest(out: Path) -> int:
-    return max((int(path.name.removeprefix("step-")) for path in out.glob("step-*")), default=0)
 
 
 def wait_for_a_later_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
@@ -140,11 +149,7 @@ def test_ten_kills_at_random_moments(plan: str, tmp_path: Path):
         with running(words(plan, out, *more)) as process:
             if attempt % 2:  # in the middle of the run
                 wait_for_a_later_checkpoint(process, out)
-                deadline = time.monotonic() + chooser.uniform(0.0, 0.5)
-            else:
-                deadline = time.monotonic() + chooser.uniform(0.0, 15.0)
-            while time.monotonic() < deadline and process.poll() is None:
-                time.sleep(0.001)
+            let_run(process, chooser.uniform(0.0, 0.5 if attempt % 2 else 15.0))
             rank, at = kill_a_rank(process, chooser)
             errors, ended = told(process)
         assert process.returncode == 1, errors
@@ -186,12 +191,7 @@ def test_a_launcher_killed_while_a_rank_hangs_leaves_nothing(tmp_path: Path):
         wait_for_checkpoint(process, out)
         begin_trouble(file, "1 loop")
         time.sleep(1.0)
-        process.kill()
-        process.communicate()
-        gone = time.monotonic()
-        while [each for each in psutil.process_iter(["cmdline"]) if str(out) in (each.info["cmdline"] or [])]:
-            assert time.monotonic() - gone < SECONDS_TO_TELL
-            time.sleep(0.05)
+        kill_the_launcher(process, out)
 
 
 @pytest.mark.slow

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from meshloom.errors import CaptureError, JobError, PlanError, TrainingError
 from meshloom.job import Evaluate, Job
 from meshloom.plan import Plan
 from meshloom.trainer import Trainer
-from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
 from tests.jobs import make_job
 from tests.processes import on_ranks
+from tests.verified import verified
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -210,15 +208,6 @@ def test_a_family_equals_one_device(family: str, plan: str):
     assert report.passed, report.causes
 
 
-def _verified(model: str, optimizer: str, plan: str) -> str | None:
-    report = verify(make_job(model, optimizer), Plan.parse(plan), devices="cpu", steps=2, dtype=torch.float64)
-    if report is None:
-        return None
-    stream = io.StringIO()
-    print_report(report, Console(file=stream, width=160))
-    return "EQUAL" if report.passed else stream.getvalue()
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan", "size"),
@@ -229,7 +218,7 @@ def _verified(model: str, optimizer: str, plan: str) -> str | None:
     ],
 )
 def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size: int):
-    assert on_ranks(_verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"
+    assert on_ranks(verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"
 
 
 def test_a_stage_that_only_has_dropout_has_nothing_to_do_in_evaluation():

@@ -37,7 +37,28 @@ pipelines = st.builds(
     microbatches=counts,
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]),
 ) | st.lists(patterns, min_size=1, max_size=4).map(lambda cuts: Plan(pp=len(cuts) + 1, cuts=tuple(cuts)))
+shares = st.floats(0.0, 1.0, exclude_min=True)
+several = st.integers(2, 10**6)
+exchanges = st.one_of(
+    st.builds(Plan, dp=several, exchange=st.just("server"), servers=st.integers(1, 2), overlap=st.booleans()),
+    st.builds(Plan, dp=counts, exchange=st.just("async"), servers=counts, staleness=st.none() | counts),
+    st.builds(Plan, dp=several, exchange=st.just("local_sgd"), local_steps=counts),
+    st.builds(
+        Plan,
+        dp=several,
+        exchange=st.just("diloco"),
+        local_steps=counts,
+        outer_learning_rate=st.floats(0, 10, exclude_min=True),
+        outer_momentum=st.floats(0, 1, exclude_max=True),
+    ),
+    st.builds(Plan, dp=several, compress=st.sampled_from(["bf16", "powersgd"]) | counts.map("powersgd:{}".format) | shares.map("topk:{}".format)),
+)
 interleaved = st.builds(Plan, pp=st.integers(2, 9), schedule=st.just("interleaved"), virtual_stages=st.integers(2, 9))
+
+COMPRESS_SENTENCE = (
+    "is not none, bf16, powersgd:R (matrices of rank R, 1 or more) or topk:X (the share X of elements, above 0 and up to 1). "
+    "Write it like compress=powersgd:4 or compress=topk:0.01."
+)
 
 
 def test_the_strategy_covers_every_field():
@@ -58,20 +79,27 @@ def test_the_strategy_covers_every_field():
         "virtual_stages",
         "cuts",
         "recompute",
+        "exchange",
+        "servers",
+        "staleness",
+        "local_steps",
+        "outer_learning_rate",
+        "outer_momentum",
+        "compress",
     }
 
 
-@given(plans | pipelines | interleaved)
+@given(plans | pipelines | interleaved | exchanges)
 def test_text_and_back_is_the_same_plan(plan: Plan):
     assert Plan.parse(str(plan)) == plan
 
 
-@given(plans | pipelines | interleaved)
+@given(plans | pipelines | interleaved | exchanges)
 def test_json_and_back_is_the_same_plan(plan: Plan):
     assert Plan.from_json(json.dumps(plan.to_dict())) == plan
 
 
-@given(plans, plans)
+@given(plans | exchanges, plans | exchanges)
 def test_plans_have_one_text_each(plan: Plan, other: Plan):
     assert (str(plan) == str(other)) == (plan == other)
 
@@ -138,8 +166,63 @@ def test_a_plan_knows_its_ranks_and_chunks():
         (
             "color=2",
             "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, "
-            "memory_bytes, schedule, virtual_stages, cuts, recompute.",
+            "memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, local_steps, outer_learning_rate, outer_momentum, "
+            "compress.",
         ),
+        ("dp=2,exchange=servers", "exchange=servers is not known. Did you mean server?"),
+        ("dp=2,exchange=mail", "exchange=mail is not known. Known: all_reduce, server, async, local_sgd, diloco."),
+        ("exchange=server", "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
+        ("exchange=async,staleness=0", "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
+        (
+            "dp=2,servers=2",
+            "servers=2 is for exchange=server or exchange=async, and this plan has exchange=all_reduce. Use that, or leave servers out.",
+        ),
+        ("dp=2,exchange=server,servers=3", "servers=3 share the ranks of dp=2 replicas. Use servers=2 or less."),
+        ("dp=2,exchange=server,servers=0", "servers=0 must be 1 or more."),
+        (
+            "dp=2,exchange=server,zero=1",
+            "zero=1 divides the optimizer state over replicas, and with exchange=server the servers do. Use servers=2 or more, and leave zero out.",
+        ),
+        (
+            "dp=2,exchange=async,zero=1",
+            "zero=1 divides the optimizer state over replicas, and with exchange=async the servers do. Use servers=2 or more, and leave zero out.",
+        ),
+        (
+            "dp=2,exchange=local_sgd,zero=1",
+            "zero=1 divides the optimizer state over replicas, and with exchange=local_sgd each of them updates all parameters. Leave zero out.",
+        ),
+        (
+            "dp=2,exchange=diloco,sync_batch_norm=true",
+            "sync_batch_norm=true joins the chunks of replicas that hold the same parameters, and with exchange=diloco they do not. "
+            "Use exchange=all_reduce or server, or sync_batch_norm=false.",
+        ),
+        ("dp=2,staleness=2", "staleness=2 is for exchange=async, and this plan has exchange=all_reduce. Use that, or leave staleness out."),
+        ("dp=2,exchange=async,staleness=-1", "staleness=-1 must be 0 or more, or inf."),
+        ("dp=2,exchange=async,staleness=some", "staleness=some must be a whole number, or inf, like staleness=inf."),
+        (
+            "dp=2,local_steps=4",
+            "local_steps=4 is for exchange=local_sgd or exchange=diloco, and this plan has exchange=all_reduce. Use that, or leave local_steps out.",
+        ),
+        (
+            "dp=2,exchange=local_sgd,outer_momentum=0.5",
+            "outer_momentum=0.5 is for exchange=diloco, and this plan has exchange=local_sgd. Use that, or leave outer_momentum out.",
+        ),
+        ("dp=2,exchange=diloco,outer_momentum=1", "outer_momentum=1.0 must be at least 0 and less than 1, like outer_momentum=0.9."),
+        ("dp=2,exchange=diloco,outer_learning_rate=nan", "outer_learning_rate=nan must be more than 0, like outer_learning_rate=0.7."),
+        ("dp=2,exchange=diloco,outer_learning_rate=high", "outer_learning_rate=high must be a number, like outer_learning_rate=0.7."),
+        ("compress=bf16", "compress=bf16 makes smaller what replicas send each other, and dp=1. Use dp=2 or more, or leave compress out."),
+        (
+            "dp=2,compress=bf16,exchange=server",
+            "compress=bf16 works on gradients that are all-reduced, and exchange=server sends something else. Leave one of them out.",
+        ),
+        (
+            "dp=2,compress=topk,zero=1",
+            "compress=topk:0.01 works on gradients that are all-reduced, and zero=1 sends something else. Leave one of them out.",
+        ),
+        ("dp=2,compress=topk:0", f"compress=topk:0 {COMPRESS_SENTENCE}"),
+        ("dp=2,compress=powersgd:1.5", f"compress=powersgd:1.5 {COMPRESS_SENTENCE}"),
+        ("dp=2,compress=bf16:2", f"compress=bf16:2 {COMPRESS_SENTENCE}"),
+        ("dp=2,compress=powerSGD", "compress=powerSGD is not known. Did you mean powersgd?"),
     ],
 )
 def test_a_wrong_text_is_one_sentence(text: str, sentence: str):
@@ -210,3 +293,28 @@ def test_memory_is_written_with_a_unit():
         Plan(memory_bytes=4096)
     with pytest.raises(PlanError, match=r"^memory_bytes=-1 must be 0 \(no limit\) or more\.$"):
         Plan(tp=2, memory_bytes=-1)
+
+
+def test_without_staleness_nothing_is_asynchronous():
+    assert Plan.parse("dp=4,exchange=async,staleness=0,servers=2") == Plan(dp=4, exchange="server", servers=2)
+    assert Plan.parse("dp=4,exchange=async,staleness=inf") == Plan(dp=4, exchange="async")
+    assert str(Plan(dp=4, exchange="async", staleness=3)) == "dp=4,exchange=async,staleness=3"
+
+
+def test_what_is_compressed_is_said_with_its_number():
+    assert str(Plan(dp=2, compress="powersgd")) == "dp=2,compress=powersgd:4"
+    assert Plan(dp=2, compress="topk:0.10") == Plan(dp=2, compress="topk:0.1")
+    assert Plan.from_json('{"dp": 2, "exchange": "diloco", "outer_learning_rate": 1}').outer_learning_rate == 1.0
+
+
+def test_a_plan_that_need_not_equal_one_device_names_the_setting():
+    texts = (
+        "dp=2,exchange=async",
+        "dp=2,exchange=async,staleness=3",
+        "dp=2,exchange=local_sgd,local_steps=4",
+        "dp=2,exchange=diloco",
+        "dp=2,compress=bf16",
+    )
+    assert [Plan.parse(text).exempt for text in texts] == ["staleness=inf", "staleness=3", "local_steps=4", "exchange=diloco", "compress=bf16"]
+    for text in ("dp=2", "dp=2,exchange=server", "dp=2,exchange=local_sgd", "dp=2,exchange=async,staleness=0"):
+        assert not Plan.parse(text).exempt

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.errors import PlanError
-from meshloom.graph.capture import capture
+from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.cost import costs
 from meshloom.graph.cut import choose_cuts
 from meshloom.graph.program import Program
-from meshloom.graph.stages import cut_into_stages
+from meshloom.graph.stages import cut_into_stages, users_of
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.check import most_in_flight
 from meshloom.pipeline.traffic import traffic_of_ranks
@@ -186,3 +187,28 @@ def test_a_program_of_one_stage_is_itself():
     (stage,) = cut_into_stages(program, dict.fromkeys((node.name for node in program.nodes), 0), 1)
     assert not stage.incoming and not stage.outgoing
     assert stage.program.nodes == program.nodes and stage.program.outputs == program.outputs
+
+
+class _Shared(nn.Module):
+    """One layer before and after a normalisation, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.second(self.norm(self.first(x)))).sum()
+
+
+def test_who_uses_a_parameter_or_buffer():
+    model = _Shared().train()
+    program = capture_module(model, lambda model, batch: model(batch), (torch.randn(3, 4), torch.randn(3, 4)))
+    normal = [number for number, node in enumerate(program.nodes) if node.path == "norm"]
+    stage_of = {node.name: (number >= normal[0]) + (number > normal[-1]) for number, node in enumerate(program.nodes)}
+    stages = cut_into_stages(program, stage_of, 3)
+    assert users_of(stages) == {
+        "first.weight": (0, 2), "first.bias": (0, 2), "norm.weight": (1,), "norm.bias": (1,), "second.weight": (2,), "second.bias": (2,), "unused": (0,),
+        "norm.running_mean": (1,), "norm.running_var": (1,), "norm.num_batches_tracked": (1,),
+    }  # fmt: skip
+    assert [stage.changing for stage in stages] == [frozenset(), {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}, frozenset()]

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from meshloom.errors import CaptureError, PlanError, TrainingError
 from meshloom.job import Evaluate, Job
 from meshloom.plan import Plan
 from meshloom.trainer import Trainer
-from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
 from tests.jobs import make_job
 from tests.processes import on_ranks
+from tests.verified import verified
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -134,19 +132,10 @@ def test_what_cannot_be_read_is_refused_with_the_users_line():
         Plan(tp=2, sync_batch_norm=True)
 
 
-def _verified(model: str, optimizer: str, plan: str) -> str | None:
-    report = verify(make_job(model, optimizer), Plan.parse(plan), devices="cpu", steps=2, dtype=torch.float64)
-    if report is None:
-        return None
-    stream = io.StringIO()
-    print_report(report, Console(file=stream, width=160))
-    return "EQUAL" if report.passed else stream.getvalue()
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan", "size"),
     [("gpt", "adamw", "tp=2", 2), ("cnn", "muon", "tp=3", 3), ("mlp", "adafactor", "dp=2,tp=2,zero=1", 4)],
 )
 def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size: int):
-    assert on_ranks(_verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"
+    assert on_ranks(verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"

@@ -1,9 +1,9 @@
-"""The contract of what has the programs of a job's loss: one per loss function, mode and shape of batch, whole or this rank's part."""
+"""The programs of a job's loss, and of functions like it: one per function, mode and shape of batch, whole and this rank's part."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,45 +11,70 @@ from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.graph.division import Division
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.program import Program
-from meshloom.job import LossFunction
+from meshloom.graph.programs import Programs
+from meshloom.job import Job, LossFunction
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # of a batch's tensors, by name
 
 
-class LossPrograms(ABC):
-    """The programs of a job's loss, and of functions like it, as one rank of a replica runs them."""
+class LossPrograms:
+    """What one rank of a replica runs of `job`'s loss.
 
-    @abstractmethod
+    team: all ranks of the replica, for decisions (CPU tensors). division: over the ranks along tp; None: each rank's part is the whole.
+    """
+
+    def __init__(self, job: Job, team: Group, division: Division | None = None, *, dtype: torch.dtype | None = None) -> None:
+        self.division = division
+        self._job = job
+        self._team = team
+        self._dtype = dtype
+        self._readers: dict[LossFunction, Programs] = {}
+        self._known: dict[tuple[LossFunction, bool, Shapes], tuple[Program, Program]] = {}  # the whole, this rank's part
+
     def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[Shapes]:
         """Read the loss of batches like `batch` and decide who holds what; their shapes. All ranks of `world` call it; batch and model count on its rank 0.
 
         model: the job's, whole, as it was built; it stays as it is.
         """
+        return (yield from self._read(self._job.loss, True, batch, world, model))
 
-    @abstractmethod
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
         """Make sure that there are programs for batches like `batch`. All ranks of the replica call it with the same batch."""
+        function = loss or self._job.loss
+        if (function, training, shapes_of(batch)) not in self._known:
+            yield from self._read(function, training, batch, self._team)
 
-    @abstractmethod
-    def program(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
-        """This rank's part of the program for batches of these shapes, which are ready."""
-
-    @abstractmethod
     def whole(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
-        """All of it."""
+        """The program for batches of these shapes, which are ready."""
+        return self._known[loss or self._job.loss, training, shapes][0]
+
+    def program(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
+        """This rank's part of it."""
+        return self._known[loss or self._job.loss, training, shapes][1]
 
     @property
-    @abstractmethod
     def pieces(self) -> Mapping[str, Pieces]:
         """Who holds what of every parameter and buffer along tp; what is not named is whole."""
+        return self.division.pieces if self.division else {}
 
     @property
-    @abstractmethod
     def summed(self) -> tuple[str, ...]:
         """Parameters whose gradients are to be summed over tp, once a step."""
+        return self.division.first.summed if self.division else ()
+
+    def _read(self, loss: LossFunction, training: bool, batch: Any, group: Group, model: nn.Module | None = None) -> Steps[Shapes]:
+        if loss not in self._readers:
+            self._readers[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
+        batches = _alike(batch) if group.rank == 0 else None
+        program = yield from self._readers[loss].read_together(group, batches, training=training, model=model)
+        part = (yield from self.division.part(program, group)) if self.division else program
+        shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)
+        self._known[loss, training, shapes] = program, part
+        return shapes
 
 
 def shapes_of(batch: Any) -> Shapes:
@@ -61,12 +86,7 @@ def shapes_of(batch: Any) -> Shapes:
     return tuple((name, tuple(leaf.shape), leaf.dtype) for name, leaf in leaves_of(batch).tensors.items())
 
 
-def shapes_of_program(program: Program) -> Shapes:
-    """The shapes of the batches that a program is for."""
-    return tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)
-
-
-def alike(batch: Any) -> list[Any]:
+def _alike(batch: Any) -> list[Any]:
     """The batch, and another of the same shapes: its samples one place on."""
     leaves = leaves_of(batch)
     return [batch, leaves.rebuild([leaf.roll(1, 0) if leaf.ndim else leaf for leaf in leaves.tensors.values()])]

@@ -20,6 +20,7 @@ from meshloom.errors import CaptureError
 from meshloom.graph.calls import skip_draws
 from meshloom.graph.nodes import Input, Meta, Node, Ref, contiguous_strides, refs_in
 from meshloom.graph.program import Program
+from meshloom.graph.runner import used_variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,17 @@ class Stage:
     @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that it uses."""
-        used = {ref.name for node in self.program.nodes for ref in node.operands()}
-        return tuple(name for name, each in self.program.parameters.items() if each.value in used)
+        return tuple(each.name for each in used_variables(self.program, self.program.parameters))
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that it reads."""
+        return tuple(each.name for each in used_variables(self.program, self.program.buffers))
+
+    @property
+    def changing(self) -> frozenset[str]:
+        """Names of the buffers that running it changes."""
+        return self.program.in_place | self.program.updates.keys()
 
 
 def cut_into_stages(program: Program, stage_of: Mapping[str, int], num_stages: int) -> tuple[Stage, ...]:
@@ -68,6 +78,19 @@ def cut_into_stages(program: Program, stage_of: Mapping[str, int], num_stages: i
     Raises `CaptureError` if a buffer that is updated would be used by several stages, as each would see another value.
     """
     return _Cutter(program, stage_of, num_stages).stages()
+
+
+def users_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """Parameter or buffer -> the stages that use it, in order, but first who changes it. What no stage uses is the first's."""
+    program = stages[0].program
+    found: dict[str, list[int]] = {name: [] for name in (*program.parameters, *program.buffers)}
+    for stage in stages:
+        for name in stage.changing:
+            found[name].append(stage.number)
+    for stage in stages:
+        for name in (*stage.parameters, *stage.buffers):
+            found[name].append(stage.number)
+    return {name: tuple(dict.fromkeys(numbers)) or (0,) for name, numbers in found.items()}
 
 
 class _Cutter:

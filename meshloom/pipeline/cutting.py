@@ -10,7 +10,6 @@ from meshloom.graph.cut import CutChoice, choose_cuts
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
 from meshloom.graph.recompute import recomputed
-from meshloom.graph.stages import Stage
 from meshloom.graph.work import computed_again, work_of
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.check import held_by_stage
@@ -94,14 +93,3 @@ def _followed(program: Program, homes: Mapping[str, Collection[int]], ranks: Seq
             return None
         found[node.name] = now
     return found
-
-
-def users_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """Parameter or buffer -> the stages that use it."""
-    program = stages[0].program
-    found: dict[str, list[int]] = {name: [] for name in (*program.parameters, *program.buffers)}
-    names = {each.value: name for variables in (program.parameters, program.buffers) for name, each in variables.items()}
-    for stage in stages:
-        for name in dict.fromkeys(names[ref.name] for node in stage.program.nodes for ref in node.operands() if ref.name in names):
-            found[name].append(stage.number)
-    return {name: tuple(numbers) for name, numbers in found.items()}

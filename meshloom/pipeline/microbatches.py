@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,11 +20,13 @@ from meshloom.graph.loss_programs import Shapes, shapes_of
 from meshloom.graph.nodes import Node
 from meshloom.graph.stages import Crossing, Stage
 from meshloom.job import LossFunction
+from meshloom.mesh import Axis
 from meshloom.pipeline.ready import Readiness
-from meshloom.pipeline.run import Listener, PipelineRun
+from meshloom.pipeline.run import Both, Listener, PipelineRun
 from meshloom.pipeline.schedule import Action, Schedule
 from meshloom.pipeline.stage import StageRun
 from meshloom.pipeline.staging import Staging
+from meshloom.pipeline.traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 
 
 class Around(Protocol):
@@ -36,13 +39,12 @@ class Around(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """What is made once for microbatches of the same shapes. sent: bytes that this rank hands to sends; over_tp: to collectives along tp."""
+    """What is made once for microbatches of the same shapes. sent: axis -> bytes that this rank hands to each kind of operation along it."""
 
-    schedule: Schedule
     run: PipelineRun
     stages: Mapping[int, StageRun]
     readiness: Readiness
-    sent: int
+    sent: Mapping[Axis, Mapping[str, int]]
 
 
 class Microbatches:
@@ -76,8 +78,10 @@ class Microbatches:
         self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None
         self._around: Around | None = None
 
-    def train(self, batches: Sequence[Any], *, finish: Callable[[int, Any], Tensor], around: Around, listener: Listener | None = None) -> int:
-        """Forward and backward of all; the bytes that this rank sent.
+    def train(
+        self, batches: Sequence[Any], *, finish: Callable[[int, Any], Tensor], around: Around, listener: Listener | None = None
+    ) -> Mapping[Axis, Mapping[str, int]]:
+        """Forward and backward of all; the bytes that this rank handed over: axis -> kind of operation -> bytes.
 
         finish: of what the loss returned for a microbatch, where backward starts; called on the last stage.
         """
@@ -93,8 +97,8 @@ class Microbatches:
             self._end(known)
         return known.sent
 
-    def evaluate(self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]) -> int:
-        """Forward of one batch in evaluation mode; the bytes that this rank sent. finish: of what `loss` returned, on the last stage."""
+    def evaluate(self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]) -> Mapping[Axis, Mapping[str, int]]:
+        """Forward of one batch in evaluation mode; the bytes as of `train`. finish: of what `loss` returned, on the last stage."""
         known = self._get([shapes_of(batch)], loss, training=False)
 
         def take(microbatch: int, returned: Any) -> None:
@@ -153,12 +157,13 @@ class Microbatches:
         used = {
             number: [self._parameters[name] for name in dict.fromkeys(name for each in stages for name in each[number].parameters)] for number in mine
         }
+        over_pp = sent_by_rank(traffic_of_ranks(crossings, schedule.ranks), self._pp.rank)
+        over_tp = sent_over_tp((each[number] for each in stages for number in mine), self._tp.rank) if self._tp else Counter[str]()
         return _Known(
-            schedule=schedule,
             run=PipelineRun(schedule, self._pp, runs, crossings, self._device),
             stages=runs,
             readiness=Readiness(schedule, self._pp.rank, used, self._ready),
-            sent=_sent_by(self._pp.rank, schedule, [crossing for of_one in crossings for crossing in of_one]),
+            sent={"pp": {"send": over_pp}, "tp": over_tp},
         )
 
     def _stage_run(
@@ -219,32 +224,6 @@ def forward_only(schedule: Schedule) -> Schedule:
         for rank in range(schedule.num_ranks)
     )
     return replace(schedule, actions=actions)
-
-
-@dataclass(frozen=True)
-class Both:
-    """Two listeners as one."""
-
-    first: Listener
-    second: Listener
-
-    def began(self, action: Action) -> None:
-        self.first.began(action)
-        self.second.began(action)
-
-    def ended(self, action: Action) -> None:
-        self.second.ended(action)  # before gradients leave: the action itself is over
-        self.first.ended(action)
-
-
-def _sent_by(rank: int, schedule: Schedule, crossings: Sequence[Crossing]) -> int:
-    """Bytes that a rank sends: forward what its stages make, back the gradients of what they get."""
-    total = 0
-    for each in crossings:
-        source, destination = schedule.ranks[each.source], schedule.ranks[each.destination]
-        if source != destination:
-            total += each.num_bytes * ((source == rank) + (each.meta.requires_grad and destination == rank))
-    return total
 
 
 def _without_gradient(crossing: Crossing, training: bool) -> Crossing:

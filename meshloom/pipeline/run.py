@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,6 +34,22 @@ class Listener(Protocol):
     def ended(self, action: Action) -> None:
         """It has run; its sends have not begun."""
         ...
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two listeners as one."""
+
+    first: Listener
+    second: Listener
+
+    def began(self, action: Action) -> None:
+        self.first.began(action)
+        self.second.began(action)
+
+    def ended(self, action: Action) -> None:
+        self.second.ended(action)  # before gradients leave: the action itself is over
+        self.first.ended(action)
 
 
 class PipelineRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -99,15 +100,16 @@ class StageRun:
         """The bare forward of a microbatch, of what was given: what its program returns."""
         program, batch, given = self._programs[microbatch], self._batch(microbatch), self._live[microbatch].given
         leaves = [given[each.value] if each.value in given else batch[each.name] for each in program.inputs]
-        changed = program.in_place | program.updates.keys()
-        if not changed:
+        changing = self._stages[microbatch].changing
+        if not changing:
             return program.run_flat(self._parameters, self._buffers, leaves, visit=self._visit, group=self._group)
         # Backward may want a buffer as this forward saw it, and another forward comes in between.
-        seen = {**self._buffers, **{name: self._buffers[name].clone() for name in changed}}
-        values = program.run_flat(self._parameters, seen, leaves, visit=self._visit, group=self._group)
+        changed = {name: self._buffers[name].clone() for name in changing}
+        live: Any = self._buffers  # a `ChainMap` only reads its second mapping
+        values = program.run_flat(self._parameters, ChainMap(changed, live), leaves, visit=self._visit, group=self._group)
         with torch.no_grad():
-            for name in changed:
-                self._buffers[name].copy_(seen[name])
+            for name, value in changed.items():
+                self._buffers[name].copy_(value)
         return values
 
     def forget(self) -> None:

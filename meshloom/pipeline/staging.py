@@ -18,15 +18,15 @@ from meshloom.comm.turns import Steps
 from meshloom.comm.values import on_first, share
 from meshloom.errors import PlanError
 from meshloom.graph.collectives import Transition
-from meshloom.graph.cost import costs
+from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.loss_programs import LossPrograms, Shapes, shapes_of
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here
 from meshloom.graph.recompute import kept_values
-from meshloom.graph.stages import Stage, cut_into_stages
+from meshloom.graph.stages import Stage, cut_into_stages, users_of
 from meshloom.job import Job, LossFunction
-from meshloom.pipeline.cutting import choose_stages, schedule_of, users_of
+from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
 from meshloom.plan import Plan, chunk_sizes
 
@@ -46,15 +46,24 @@ class Staging:
         self.rates = rates  # that were used, on the rank that chose
         self._homes: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
         self._cut: dict[Key, tuple[Stage, ...]] = {}
+        self._schedules: dict[int, Schedule] = {}  # by their microbatches
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Stage -> its rank along pp."""
         return self.schedule(1).ranks
 
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Parameter or buffer -> the ranks along pp whose stages use it, in the order of the stages, but first who changes it."""
+        assert self._homes is not None, "open() comes first"
+        return {name: tuple(dict.fromkeys(self.ranks[stage] for stage in stages)) for name, stages in self._homes.items()}
+
     def schedule(self, num_microbatches: int) -> Schedule:
         """The plan's, for so many microbatches."""
-        return schedule_of(self._plan, num_microbatches)
+        if num_microbatches not in self._schedules:  # some are searched for
+            self._schedules[num_microbatches] = schedule_of(self._plan, num_microbatches)
+        return self._schedules[num_microbatches]
 
     @property
     def sizes(self) -> list[int]:
@@ -79,21 +88,22 @@ class Staging:
 
     def _make(self, shapes: Shapes, loss: LossFunction, training: bool, group: Group) -> Steps[tuple[Stage, ...]]:
         whole = self.programs.whole(shapes, loss=loss, training=training)
+        priced: Mapping[str, Cost] | None = None  # where the cuts are chosen
         if self._plan.num_stages == 1:
             numbers = [0] * len(whole.nodes)
         else:
-            choice = yield from on_first(group, lambda: self._choose(whole), PlanError)
+            choice, priced = (yield from on_first(group, lambda: self._choose(whole), PlanError)) or (None, None)
             numbers: list[int] = yield from share(group, [choice.stage_of[node.name] for node in whole.nodes] if choice else None)
             self.choice = self.choice or choice
         stage_of = {node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}
         part = self.programs.program(shapes, loss=loss, training=training)
         if self._plan.recompute != "none" and training:
             # One rank decides, by its rates; ranks of a team have to run the same again.
-            decided = yield from on_first(group, lambda: sorted(kept_values(whole, None, self._plan.recompute, self._rates_here(whole))), PlanError)
+            decided = yield from on_first(group, lambda: sorted(kept_values(whole, priced, self._plan.recompute, self._rates_here(whole))), PlanError)
             part = replace(part, kept=frozenset((yield from share(group, decided))), _runners={})
         stages = cut_into_stages(part, with_changes_placed(part, stage_of), self._plan.num_stages)
         if self._homes is None:
-            self._homes = {name: stages or (0,) for name, stages in users_of(stages).items()}
+            self._homes = users_of(stages)
         self.first = self.first or stages
         self._cut[loss, training, shapes] = stages
         return stages
@@ -102,8 +112,9 @@ class Staging:
         self.rates = self.rates or rates_here(whole.device.type, self._plan.pp)
         return self.rates
 
-    def _choose(self, whole: Program) -> CutChoice:
-        return choose_stages(whole, costs(whole), self._plan, self._rates_here(whole), self.sizes, self._homes)
+    def _choose(self, whole: Program) -> tuple[CutChoice, Mapping[str, Cost]]:
+        priced = costs(whole)
+        return choose_stages(whole, priced, self._plan, self._rates_here(whole), self.sizes, self._homes), priced
 
 
 def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:

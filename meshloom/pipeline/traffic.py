@@ -1,14 +1,16 @@
-"""What the stages of a pipeline send in a step: for every cut the bytes of its values forward, and of their gradients back.
+"""What the stages of a pipeline send in a step: for every cut the bytes of its values forward, and of their gradients back; and along tp.
 
 R4.2: s values a sample cross a cut, b samples are in the batch; s b values go forward, and as many gradients come back where there are gradients.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshloom.graph.stages import Crossing
+from meshloom.graph.stages import Crossing, Stage
+from meshloom.graph.traffic import Sent, sent_in_chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +56,20 @@ def traffic_of_ranks(microbatches: Iterable[Iterable[Crossing]], ranks: Sequence
                 backward_bytes=each.backward_bytes + (known.backward_bytes if known else 0),
             )
     return tuple(found[pair] for pair in sorted(found))
+
+
+def sent_by_rank(traffic: Iterable[Traffic], rank: int) -> int:
+    """Bytes that one rank sends of the traffic between ranks: forward what its stages make, back the gradients of what they get."""
+    return sum(each.forward_bytes * (each.source == rank) + each.backward_bytes * (each.destination == rank) for each in traffic)
+
+
+def sent_over_tp(stages: Iterable[Stage], rank: int) -> Counter[str]:
+    """Kind of collective -> bytes that a rank along tp hands to it. stages: those that it runs, as often as it runs them."""
+    found = Counter[str]()
+    known: dict[int, list[Sent]] = {}  # of each stage once: microbatches of one shape share theirs
+    for stage in stages:
+        if id(stage) not in known:
+            known[id(stage)] = sent_in_chunk(stage.program, rank)
+        for each in known[id(stage)]:
+            found[each.collective] += each.num_bytes
+    return found

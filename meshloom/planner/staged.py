@@ -12,10 +12,10 @@ from meshloom.graph.cut import CutChoice
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here, rates_of
 from meshloom.graph.shapes import capture_shapes
-from meshloom.graph.stages import Crossing, Stage, cut_into_stages
+from meshloom.graph.stages import Crossing, Stage, cut_into_stages, users_of
 from meshloom.job import Job
 from meshloom.pipeline.check import held_by_stage
-from meshloom.pipeline.cutting import choose_stages, schedule_of, users_of
+from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.simulate import Simulated, simulate
 from meshloom.pipeline.traffic import Traffic, traffic_of_stages
@@ -108,7 +108,7 @@ class _Reader:
             stages = cut_into_stages(program, choice.stage_of, plan.num_stages)
             crossings[sizes[0]] = _crossings(stages)
             for size in set(sizes[1:]) - {sizes[0]}:
-                other = self._choose(plan, sizes, size, rates, {name: users or (0,) for name, users in users_of(stages).items()})
+                other = self._choose(plan, sizes, size, rates, users_of(stages))
                 crossings[size] = _crossings(cut_into_stages(self._program(size)[0], other.stage_of, plan.num_stages))
         return stage_plan(plan, schedule, choice, [crossings.get(size, []) for size in sizes], sizes, rates)
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from meshloom.pipeline.spans import Span, SpanKind
 from meshloom.report.machine import duration
+from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Idle, Row, Timeline, idle_of
 
 MIN_CELLS = 24  # of the grid
@@ -58,8 +59,8 @@ def headline(timeline: Timeline, plan: str = "") -> tuple[str, str]:
     error = f"; clocks within {duration(timeline.clock_error_seconds)}" if timeline.clock_error_seconds else ""
     return (
         f"{what}{f' of {plan}' if plan else ''}",
-        f"{schedule.name}, {_count(schedule.num_stages, 'stage')} on {_count(schedule.num_ranks, 'rank')}, "
-        f"{_count(schedule.num_microbatches, 'microbatch')}; {duration(timeline.seconds)} from the first forward to the last backward{error}",
+        f"{schedule.name}, {how_many(schedule.num_stages, 'stage')} on {how_many(schedule.num_ranks, 'rank')}, "
+        f"{how_many(schedule.num_microbatches, 'microbatch')}; {duration(timeline.seconds)} from the first forward to the last backward{error}",
     )
 
 
@@ -147,10 +148,6 @@ def _legend(timeline: Timeline, ascii_only: bool) -> Text:
 
 def _percentages(share: Idle) -> Sequence[str]:
     return [f"{value:.1%}" for value in (share.measured, share.formula, share.own_seconds)]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{('es' if noun.endswith('ch') else 's') * (number != 1)}"
 
 
 def _print(console: Console, line: Text) -> None:

@@ -10,6 +10,7 @@ from meshloom.graph.keeping import HELD_COPIES
 from meshloom.planner.staged import Better, StagePlan
 from meshloom.report.description import quantity, size
 from meshloom.report.machine import duration
+from meshloom.report.terminal import how_many
 
 
 def lines_of(found: StagePlan) -> list[str]:
@@ -76,9 +77,8 @@ def _microbatches(sizes: Sequence[int]) -> str:
     >>> _microbatches([4, 4]), _microbatches([4, 3, 3]), _microbatches([1])
     ('2 microbatches of 4 samples', '3 microbatches of 3 to 4 samples', '1 microbatch of 1 sample')
     """
-    count = f"{len(sizes)} microbatch{'es' * (len(sizes) > 1)}"
     samples = f"{sizes[0]}" if min(sizes) == sizes[0] else f"{min(sizes)} to {sizes[0]}"
-    return f"{count} of {samples} sample{'s' * (sizes[0] > 1)}"
+    return f"{how_many(len(sizes), 'microbatch')} of {samples} sample{'s' * (sizes[0] > 1)}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -101,6 +101,15 @@ def saved_text(step: int, path: Path) -> str:
     return f"step {step}  checkpoint: {path}"
 
 
+def how_many(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> how_many(1, "step"), how_many(3, "step"), how_many(2, "microbatch")
+    ('1 step', '3 steps', '2 microbatches')
+    """
+    return f"{number} {noun}{('es' if noun.endswith('ch') else 's') * (number != 1)}"
+
+
 def short(number: float) -> str:
     """Three digits and a unit.
 

@@ -12,7 +12,7 @@ On other ranks only its shape is left, as a tensor on the meta device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect
-from meshloom.graph.nodes import refs_in
-from meshloom.graph.stages import Stage
+from meshloom.state.model import replace_tensors
 from meshloom.state.shards import Shards
 
 
@@ -43,12 +42,8 @@ class Homes:
         """This rank's number along pp."""
         return self._group.rank
 
-    def holds(self, name: str) -> bool:
-        """Whether this rank has the tensor of that name."""
-        return self.rank in self.holders[self._first.get(name, name)]
-
     def owns(self, name: str) -> bool:
-        """Whether it is the one that updates and saves it."""
+        """Whether this rank is the one that updates and saves it."""
         return self.owner(name) == self.rank
 
     def owner(self, name: str) -> int:
@@ -62,28 +57,19 @@ class Homes:
 
     def release(self, model: nn.Module) -> None:
         """Leave only the shape of what other ranks hold, under all its names."""
-        names: dict[int, list[str]] = {}
-        tensors: dict[int, Tensor] = {}
-        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-        for key, tensor in tensors.items():
-            known = next(name for name in names[key] if name in self.holders)
-            self._first.update(dict.fromkeys(names[key], known))
-            if self.rank in self.holders[known]:
-                continue
-            shape = torch.empty_like(tensor, device="meta")
-            placed = nn.Parameter(shape, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape
-            for name in names[key]:
-                path, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(path), attribute, placed)
+
+        def shape_of(names: list[str], tensor: Tensor) -> Tensor | None:
+            known = next(name for name in names if name in self.holders)
+            self._first.update(dict.fromkeys(names, known))
+            return None if self.rank in self.holders[known] else torch.empty_like(tensor, device="meta")
+
+        replace_tensors(model, shape_of)
 
     def return_gradients(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
         """Owners add to their gradients those of the borrowers, whose own are gone then. parameters: what this rank holds."""
-        mine = [(name, parameters[name]) for name in self.lent if name in parameters and parameters[name].requires_grad and self.holds(name)]
         arriving: list[tuple[Work, Tensor, nn.Parameter]] = []
         sending: list[tuple[Work, Tensor]] = []
-        for name, parameter in mine:
+        for name, parameter in self._lent_here(parameters):
             for borrower in self.holders[name][1:]:
                 if borrower == self.rank:
                     flagged = parameter.new_zeros(parameter.numel() + 1)
@@ -110,12 +96,9 @@ class Homes:
             work.wait()
 
     def lend(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
-        """Borrowers get the owners' values."""
+        """Borrowers get the owners' values. parameters: what this rank holds."""
         works: list[tuple[Work, Tensor, nn.Parameter | None]] = []
-        for name in self.lent:
-            parameter = parameters.get(name)
-            if parameter is None or not parameter.requires_grad or not self.holds(name):
-                continue
+        for name, parameter in self._lent_here(parameters):
             if not self.owns(name):
                 value = parameter.detach().new_empty(parameter.shape)
                 works.append((self._group.recv(value, self.owner(name)), value, parameter))
@@ -161,42 +144,19 @@ class Homes:
 
     def bytes_per_step(self, parameters: Mapping[str, nn.Parameter]) -> int:
         """What `return_gradients` and `lend` hand to sends: a gradient and a flag to the owner, a value to each borrower."""
-        total = 0
-        for name in self.lent:
-            if name in parameters and parameters[name].requires_grad and self.holds(name):
-                each = parameters[name]
-                total += each.nbytes * (len(self.holders[name]) - 1) if self.owns(name) else each.nbytes + each.element_size()
-        return total
+        return sum(
+            each.nbytes * (len(self.holders[name]) - 1) if self.owns(name) else each.nbytes + each.element_size()
+            for name, each in self._lent_here(parameters)
+        )
 
     def bytes_of_gather(self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
         """What `gather` hands to sends here."""
         mine = [like[name] for name, each in tensors.items() if each is not None and name in like and self.rank and self.owns(name)]
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in mine)
 
-
-def holders_of(stages: Sequence[Stage], ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Parameter or buffer -> the ranks along pp that hold it, in the order of the stages that use it. What no stage uses the first rank holds.
-
-    ranks: stage -> its rank.
-    """
-    program = stages[0].program
-    found: dict[str, tuple[int, ...]] = {}
-    for variables in (program.parameters, program.buffers):
-        for name, variable in variables.items():
-            users = [ranks[stage.number] for stage in stages if name in changed_in(stage)]
-            users += [ranks[stage.number] for stage in stages if variable.value in _used(stage)]
-            found[name] = tuple(dict.fromkeys(users)) or (0,)
-    return found
-
-
-def changed_in(stage: Stage) -> frozenset[str]:
-    """Names of the buffers that running a stage changes."""
-    return stage.program.in_place | stage.program.updates.keys()
-
-
-def _used(stage: Stage) -> set[str]:
-    program = stage.program
-    return {ref.name for node in program.nodes for ref in node.operands()} | {ref.name for ref in refs_in((program.outputs, dict(program.updates)))}
+    def _lent_here(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+        """Of what this rank holds, what is trained and other ranks hold, too."""
+        return [(name, parameters[name]) for name in self.lent if name in parameters and parameters[name].requires_grad]
 
 
 def held(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,3 +57,23 @@ def copy_from_first(model: nn.Module, group: Group) -> Steps[None]:
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, tied ones once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def replace_tensors(model: nn.Module, make: Callable[[list[str], Tensor], Tensor | None]) -> None:
+    """Put other tensors in the places of parameters and buffers: what `make` gives for all names of one and its value. None: it stays.
+
+    In the place of a parameter stands a new one, trainable if it was.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    for key, tensor in tensors.items():
+        made = make(names[key], tensor)
+        if made is None:
+            continue
+        placed = nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        for name in names[key]:
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, placed)  # a recurrent layer's own list of weights follows

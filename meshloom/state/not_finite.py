@@ -1,17 +1,34 @@
-"""Finds the first module whose output is not finite."""
+"""Finds where a step's loss became no number: in which chunk, and at which module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshloom.state.data import Chunk
+
+
+def find_not_finite(model: nn.Module, chunks: Sequence[Chunk], loss_of: Callable[[Chunk], Tensor]) -> str | None:
+    """In words; None: it was not in these chunks. loss_of: runs a chunk once more, from the same draws; a scalar."""
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            return f"whose parameter {name} was not finite before the step"
+    for chunk in chunks:
+        with torch.no_grad(), _watched(model) as first:
+            loss = loss_of(chunk)
+        if first:
+            return f"chunk {chunk.index}; the first module whose output is not finite is {first[0]}"
+        if not bool(torch.isfinite(loss)):
+            return f"chunk {chunk.index}; every module's output is finite, so the loss function made it"
+    return None
+
 
 @contextmanager
-def watch_finite(model: nn.Module) -> Iterator[list[str]]:
+def _watched(model: nn.Module) -> Iterator[list[str]]:
     """Around a forward: the list receives the name of the first module, in order of execution, whose output is not finite."""
     first: list[str] = []
     with ExitStack() as around:

@@ -18,6 +18,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.graph import pieces as moves
 from meshloom.graph.pieces import Pieces
+from meshloom.state.model import replace_tensors
 
 
 class Shards:
@@ -92,23 +93,17 @@ class Shards:
 
         A part is a new parameter of the local shape with memory of its own, so the whole one is freed when nobody else holds it.
         """
-        names: dict[int, list[str]] = {}
-        tensors: dict[int, Tensor] = {}
-        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-        for key, whole in tensors.items():
-            known = next((name for name in names[key] if name in self.pieces), None)
+
+        def part_of(names: list[str], whole: Tensor) -> Tensor | None:
+            known = next((name for name in names if name in self.pieces), None)
             if known is None:
-                continue
+                return None
             assert tuple(whole.shape) == self.pieces[known].shape, f"{known} is {tuple(whole.shape)}, its pieces are of {self.pieces[known].shape}"
-            part = self.take(known, whole.detach())
-            placed = nn.Parameter(part, requires_grad=whole.requires_grad) if isinstance(whole, nn.Parameter) else part
-            for name in names[key]:
-                self.pieces[name] = self.pieces[known]
-                self._first[name] = names[key][0]
-                path, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(path), attribute, placed)  # a recurrent layer's own list of weights follows
+            self.pieces.update(dict.fromkeys(names, self.pieces[known]))
+            self._first.update(dict.fromkeys(names, names[0]))
+            return self.take(known, whole.detach())
+
+        replace_tensors(model, part_of)
 
     def weights(self, model: nn.Module) -> Steps[dict[str, Any]]:
         """The `state_dict` of a divided model in whole shapes, without what is only a shape here. Divided tensors are gathered one by one, tied ones once.

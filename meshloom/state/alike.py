@@ -1,0 +1,33 @@
+"""Whether replicas hold the same bits: each hashes its parameters and buffers, and the hashes are compared."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.state.digest import digest
+from meshloom.state.homes import held
+from meshloom.state.model import state_of
+
+
+def first_difference(model: nn.Module, replicas: Group) -> Steps[tuple[str, int] | None]:
+    """The first parameter or buffer that is not the same on a replica as on the first one, and that replica. All replicas hold the same ones, and call it."""
+    tensors = held(state_of(model).items())
+    mine = torch.stack([digest(tensor) for tensor in tensors.values()] or [torch.zeros((), dtype=torch.int64)])
+    everyone = mine.new_empty(replicas.size * mine.numel())
+    work = replicas.all_gather(everyone, mine)
+    yield
+    work.wait()
+    first, *others = everyone.view(replicas.size, -1).tolist()
+    for replica, theirs in enumerate(others, 1):
+        for name, here, there in zip(tensors or [""], first, theirs, strict=True):
+            if here != there:
+                return name, replica
+    return None
+
+
+def bytes_per_comparison(model: nn.Module) -> int:
+    """Bytes that `first_difference` hands over."""
+    return 8 * max(1, len(held(state_of(model).items())))
