@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from meshloom.cluster import Link, load, machine_file, save
-from meshloom.errors import DeviceError, JobError, PlanError
+from meshloom.errors import JobError, PlanError
 from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
@@ -103,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
     train.add_argument("--out", metavar="DIR", help="write checkpoints here")
     train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")
-    train.add_argument("--snapshot-every", type=int, default=100, metavar="N", help="exchange=async: updates between the servers' snapshots (default: 100)")
+    train.add_argument(
+        "--snapshot-every", type=int, default=100, metavar="N", help="exchange=async: updates between the servers' snapshots (default: 100)"
+    )
     train.add_argument(
         "--step-seconds", metavar="LIST", help="exchange=async on a virtual clock: what each worker needs for a share, like 1,1,1,3 (default: 1)"
     )

@@ -154,7 +154,13 @@ def test_several_servers_are_one() -> None:
 
 def test_a_run_repeats_to_the_bit() -> None:
     job = make_job("cnn", "adamw", steps=12)
-    how: dict[str, Any] = {"step_seconds": (1, 2), "jitter": 0.4, "latency_seconds": 0.3, "incidents": "kill:1@4+join:1@6+server:0@9/1", "snapshot_every": 4}
+    how: dict[str, Any] = {
+        "step_seconds": (1, 2),
+        "jitter": 0.4,
+        "latency_seconds": 0.3,
+        "incidents": "kill:1@4+join:1@6+server:0@9/1",
+        "snapshot_every": 4,
+    }
     runs = [Run(job, "dp=3,exchange=async,servers=2,staleness=2", **how) for _ in range(2)]
     assert same(runs[0], runs[1])
     assert [(each.loss, each.virtual_seconds) for each in runs[0].steps] == [(each.loss, each.virtual_seconds) for each in runs[1].steps]
@@ -233,7 +239,9 @@ def _count(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @given(
     happenings=st.lists(
-        st.tuples(st.sampled_from(["kill", "join", "leave", "suspect", "server"]), st.integers(0, 3), st.sampled_from([0.0, 0.4, 1.0, 1.7, 3.0, 4.4, 6.0])),
+        st.tuples(
+            st.sampled_from(["kill", "join", "leave", "suspect", "server"]), st.integers(0, 3), st.sampled_from([0.0, 0.4, 1.0, 1.7, 3.0, 4.4, 6.0])
+        ),
         max_size=8,
     ),
     servers=st.integers(1, 3),
@@ -244,7 +252,13 @@ def _count(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def test_every_sample_of_an_epoch_is_used_once(happenings: list[tuple[str, int, float]], servers: int, staleness: str, latency: float) -> None:
     """29 samples in batches of 6 (the last of 5) for three workers are 15 shares an epoch; the last share of the second one is not in these 29 steps."""
     incidents = "+".join([*(f"{what}:{number}@{at}/0.5" for what, number, at in happenings), "join:5@30"])
-    run = Run(counting_job(steps=30), f"dp=3,exchange=async,servers={servers},staleness={staleness}", incidents=incidents, latency_seconds=latency, snapshot_every=4)
+    run = Run(
+        counting_job(steps=30),
+        f"dp=3,exchange=async,servers={servers},staleness={staleness}",
+        incidents=incidents,
+        latency_seconds=latency,
+        snapshot_every=4,
+    )
     assert run.state["counts"].tolist() == [-2.0] * 29
     assert int(run.state["updates"]) == 30
 

@@ -76,3 +76,68 @@ def test_whatever_happens(**run: Any) -> None:
 @settings(max_examples=10_000, deadline=None)
 def test_whatever_happens_many_times(**run: Any) -> None:
     check_any(**run)
+
+
+# --- What the clock and the bound come to.
+
+
+@given(
+    step_seconds=st.lists(SECONDS, min_size=4, max_size=4).map(tuple),
+    latency=st.sampled_from([0.0, 0.3]),
+    killed=st.sets(st.sampled_from([0, 1]), max_size=2),
+    staleness=st.integers(1, 4),
+    num_servers=st.integers(1, 2),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_slowest_that_lives_is_never_further_behind(
+    step_seconds: tuple[float, ...], latency: float, killed: set[int], staleness: int, num_servers: int
+) -> None:
+    """Counted from the order of updates alone: workers 2 and 3 live from the start to the end."""
+    incidents = tuple(Incident(what="kill", number=number, at_seconds=3.0) for number in killed)
+    seen = Circumstances(step_seconds=step_seconds, latency_seconds=latency, incidents=incidents)
+    account = count(seen, staleness=staleness, num_servers=num_servers, steps=40)
+    assert ahead(account.history, [2, 3]) <= staleness
+    assert account.lost == 0
+
+
+def test_a_killed_worker_is_waited_for_until_it_is_noticed_and_costs_its_gradient_only() -> None:
+    kill = (Incident(what="kill", number=3, at_seconds=0.5),)
+    account = count(Circumstances(notice_seconds=4.0, incidents=kill), staleness=2, steps=12)
+    assert account.times == [1, 1, 1, 2, 2, 2, 5.5, 5.5, 5.5, 6.5, 6.5, 6.5]  # two ahead of worker 3 at 2 s; it counts as gone at 4.5 s
+    assert 3 in applied(account) and all(worker != 3 for worker, _ in account.history)  # share 3 was given to another
+
+
+def test_who_joins_begins_where_the_slowest_is() -> None:
+    join = (Incident(what="join", number=7, at_seconds=10.5),)
+    account = count(Circumstances(incidents=join), num_workers=2, staleness=1, steps=40)
+    assert account.times[20:26] == [11, 11, 11.5, 12.5, 12.5, 12.5]  # nobody waits for ten rounds of the new one
+    assert ahead(account.history[20:], [0, 1, 7]) <= 1
+
+
+def test_who_leaves_finishes_its_share_first() -> None:
+    leave = (Incident(what="leave", number=0, at_seconds=2.5),)
+    account = count(Circumstances(incidents=leave), num_workers=2, steps=10)
+    assert [worker for worker, _ in account.history].count(0) == 3
+    assert applied(account) == list(range(10))
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_updates_after_the_snapshot_are_lost_as_a_block_and_said(num_servers: int) -> None:
+    """Updates 1 to 10 at 1, 2, ... s; the snapshot after 7 is the newest when a server is killed."""
+    crash = (Incident(what="server", number=num_servers - 1, at_seconds=10.5, away_seconds=5.0),)
+    account = count(Circumstances(incidents=crash), num_workers=1, num_servers=num_servers, steps=20, keep_every=7)
+    assert account.lost == 3
+    assert account.versions == [*range(1, 11), *range(8, 21)]
+    assert account.times[10] == 16.5  # back at 15.5 s
+    assert applied(account) == list(range(20))
+
+
+def test_without_anybody_left_the_run_ends_with_a_sentence() -> None:
+    with pytest.raises(TrainingError, match="After update 3, .* no worker is left"):
+        count(Circumstances(incidents=parse_incidents("kill:0@3.5")), num_workers=1)
+
+
+def test_wrong_circumstances_are_refused() -> None:
+    for wrong in (lambda: Circumstances(jitter=1.0), lambda: Circumstances(latency_seconds=-1.0), lambda: parse_incidents("kill:-1@3")):
+        with pytest.raises(PlanError):
+            wrong()

@@ -28,7 +28,9 @@ def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
     whole = "parameter" in reaches
     parts = len(named) if whole else sum(parameter.numel() for _, parameter in named)
     if parts < num_servers:
-        raise PlanError(f"servers={num_servers} is more than the {parts} {'parameters' if whole else 'elements'} of the model. Use servers={parts} or less.")
+        raise PlanError(
+            f"servers={num_servers} is more than the {parts} {'parameters' if whole else 'elements'} of the model. Use servers={parts} or less."
+        )
     return whole
 
 

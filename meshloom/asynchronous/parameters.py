@@ -109,11 +109,7 @@ class Parameters:
 
 def changes_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a push says of buffers that a share has changed: by how much, of whole numbers; else what they are now."""
-    return {
-        name: each - before[name] if _counts(each) else each.clone()
-        for name, each in after.items()
-        if not torch.equal(each, before[name])
-    }
+    return {name: each - before[name] if _counts(each) else each.clone() for name, each in after.items() if not torch.equal(each, before[name])}
 
 
 def _counts(buffer: Tensor) -> bool:

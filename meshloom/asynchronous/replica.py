@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshloom.asynchronous.division import divide_over_servers, needs_whole
 from meshloom.asynchronous.parameters import changes_of
@@ -118,6 +118,10 @@ class WorkerReplica:
         if math.isfinite(total) and weight > 0:
             return
         if math.isfinite(total):
-            raise DataError(f"The weights of {share} sum to {weight:g}, so there is no mean loss. Leave out samples without anything to average over.")
+            raise DataError(
+                f"The weights of {share} sum to {weight:g}, so there is no mean loss. Leave out samples without anything to average over."
+            )
         where = find_not_finite(self.model, chunks, partial(self._again)) or "the sum over all chunks overflowed"
-        raise TrainingError(f"The loss of {share} is {total / weight if weight else math.nan:g}: {where}. Lower the learning rate, clip gradients, or look at this share.")
+        raise TrainingError(
+            f"The loss of {share} is {total / weight if weight else math.nan:g}: {where}. Lower the learning rate, clip gradients, or look at this share."
+        )

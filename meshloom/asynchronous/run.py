@@ -9,23 +9,20 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from meshloom.asynchronous.checkpoints import read_content, read_state, write_snapshot
 from meshloom.asynchronous.parameters import Content, Parameters
 from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.shares import Shares
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
 from meshloom.errors import CheckpointError, DeviceError, JobError, PlanError
 from meshloom.exchange.elastic.circumstances import Circumstances
-from meshloom.exchange.elastic.head import Event, Head, Restored, Rules, Snapshot, Update, first_state
-from meshloom.exchange.elastic.ledger import Ledger
+from meshloom.exchange.elastic.head import Head, Restored, Rules, Snapshot, Update, first_state
 from meshloom.exchange.elastic.messages import Kind
 from meshloom.exchange.elastic.store import Storage, Store
 from meshloom.exchange.elastic.virtual import Parts, VirtualCluster
@@ -36,7 +33,7 @@ from meshloom.plan import Plan
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.summary import TimeShares, Traffic
 from meshloom.report.terminal import how_many
-from meshloom.state.checkpoint import Checkpoint, find, save
+from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import build_dataset, evaluation_chunks
 
 AGES_SHOWN = 100  # newest updates over which the age that is shown is averaged
@@ -51,7 +48,7 @@ class Settings:
     resume: Path | None = None
     dtype: torch.dtype | None = None
     snapshot_every: int = 100
-    circumstances: Circumstances = Circumstances()
+    circumstances: Circumstances = field(default_factory=Circumstances)
 
     def __post_init__(self) -> None:
         if self.snapshot_every < 1:
@@ -74,11 +71,12 @@ class AsynchronousRun:
             raise CheckpointError(
                 f"The checkpoint is at step {self.next_step} and the run has {how_many(settings.steps, 'step')}, so nothing is left. Give more with --steps."
             )
-        state = self._state_of(checkpoint) if checkpoint else first_state()
+        state = read_state(checkpoint, job, plan, self._shares, self.model) if checkpoint else first_state()
         kind = Kind(incarnation=0, state=state)
         start = self.next_step
         self._storages = [
-            Storage(snapshots={start: (kind, self._content_of(checkpoint, number))}, newest=start) for number in range(plan.servers)
+            Storage(snapshots={start: (kind, read_content(checkpoint, self._replica, number) if checkpoint else None)}, newest=start)
+            for number in range(plan.servers)
         ]
         self._newest = start, state  # snapshot that all servers have
         self._held: dict[int, Parameters] = {}
@@ -148,25 +146,7 @@ class AsynchronousRun:
             raise CheckpointError("There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY.")
         version, state = self._newest
         self._load_newest()
-        contents = self._contents(version)
-        values = {
-            "updater": contents[0].settings,
-            "seed": self._job.seed,
-            "batch_size": self._job.batch_size,
-            "asynchronous": {"state": state, "dp": self._plan.dp, "microbatches": self._plan.microbatches},
-        }
-        steps = save(
-            self._settings.out,
-            version,
-            weights=self._replica.model.state_dict(),
-            pieces=[piece for content in contents for piece in content.pieces],
-            values=values,
-            fingerprint=self._fingerprint(),
-            plan_text=str(self._plan),
-            group=simulated_groups(1)[0],
-            keep=self._job.keep_checkpoints,
-        )
-        return run_in_steps([steps])[0]
+        return write_snapshot(self._settings.out, version, self._contents(version), state, self.model, self._job, self._plan)
 
     def account(self) -> list[str]:
         """What a reader should know at the end: virtual time, the workers' shares of it, ages, losses. A sentence each."""
@@ -282,54 +262,15 @@ class AsynchronousRun:
             return
         self._replica.load([content.values for content in contents], contents[0].buffers)
 
-    def _content_of(self, checkpoint: Checkpoint | None, number: int) -> Content | None:
-        if checkpoint is None:
-            return None
-        weights = checkpoint.weights()
-
-        def value(name: str, start: int, stop: int) -> Tensor:
-            return weights[name].reshape(-1)[start:stop]
-
-        buffers = {name: weights.get(name, buffer).to(buffer.device) for name, buffer in self._replica.model.named_buffers()}
-        return Content(
-            values=[value(each.name, each.start, each.stop).to(self._device) for each in self._replica.division[number]],
-            buffers=buffers,
-            read=checkpoint.read,
-            shapes={key: checkpoint.shape(key) for key in checkpoint.keys()},  # noqa: SIM118  (a checkpoint is no dict)
-            settings=checkpoint.values["updater"],
-        )
-
-    def _state_of(self, checkpoint: Checkpoint) -> Any:
-        """The head's state. One of a synchronous plan has used the samples of as many batches as it has made steps."""
-        values = checkpoint.values
-        checkpoint.check(self._fingerprint())
-        here = {"seed": self._job.seed, "batch_size": self._job.batch_size}
-        there = {name: values[name] for name in here}
-        if "asynchronous" in values:
-            here |= {"dp": self._plan.dp, "microbatches": self._plan.microbatches}
-            there |= {name: values["asynchronous"][name] for name in ("dp", "microbatches")}
-        for name, value in here.items():
-            if there[name] != value:
-                raise CheckpointError(
-                    f"The checkpoint was written with {name}={there[name]} and this run has {name}={value}: the data would not go on where it stopped. "
-                    f"Set {name}={there[name]}, or start a new run."
-                )
-        if "asynchronous" in values:
-            return values["asynchronous"]["state"]
-        return {"ledger": Ledger(self._shares.first_of(checkpoint.step)).state(), "ages": {}}
-
-    def _fingerprint(self) -> dict[str, str]:
-        return {
-            name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in self._replica.model.state_dict().items() if isinstance(tensor, Tensor)
-        }
-
 
 def _check(plan: Plan, world: World) -> None:
     if world.mesh.size != len(world.local):
         raise DeviceError("exchange=async runs on simulated devices, in one process. Use --devices simulated, or another exchange.")
     for name, plain in (("pp", 1), ("tp", 1), ("recompute", "none")):
         if (value := getattr(plan, name)) != plain:
-            raise PlanError(f"exchange=async runs whole replicas as the job's own module, and this plan has {name}={value}. Use {name}={plain}, or another exchange.")
+            raise PlanError(
+                f"exchange=async runs whole replicas as the job's own module, and this plan has {name}={value}. Use {name}={plain}, or another exchange."
+            )
 
 
 def _num_bytes(tensors: Any) -> int:

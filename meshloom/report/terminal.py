@@ -99,7 +99,8 @@ def progress_text(
     width = len(str(steps))
     clock = f"  at {virtual_seconds:g} s" if virtual_seconds is not None else ""
     old = f"  age {age:.1f}" if age is not None else ""
-    return f"step {step:>{width}}/{steps}{clock}  loss {loss:.4f}{old}  {short(samples_per_second)} samples/s{tokens}  {duration(seconds_left)} left  {memory(memory_bytes)}"
+    rates = f"{short(samples_per_second)} samples/s{tokens}"
+    return f"step {step:>{width}}/{steps}{clock}  loss {loss:.4f}{old}  {rates}  {duration(seconds_left)} left  {memory(memory_bytes)}"
 
 
 def evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
