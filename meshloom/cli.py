@@ -23,6 +23,7 @@ from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
 from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
 from meshloom.launch.hang import DEFAULT_SECONDS
+from meshloom.launch.transport import TRANSPORTS
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan, num_bytes_of
 from meshloom.planner.calibrate import machine_of, measure_operators
@@ -38,8 +39,9 @@ from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal, evaluation_text, how_many, progress_text, saved_text
 from meshloom.trainer import Trainer
 from meshloom.verify.report import print_report
-from meshloom.verify.run import verify
+from meshloom.verify.run import check_promised, verify
 
+TRANSPORT_HELP = "what ranks on the CPU talk through: auto (shared memory where they share a host), or gloo (default: auto)"
 LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
 
 
@@ -67,9 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = _plan(arguments)
         if plan.exchange == "async" and arguments.verb == "train":
             return _run_here(arguments)
+        if arguments.verb == "verify":
+            check_promised(plan)
         kind, _ = choose_devices(plan.mesh, arguments.devices)
         if kind in ("cuda", "cpu") and plan.mesh.size > 1:
-            return run_ranks([sys.executable, "-m", "meshloom", *words], plan.mesh, kind, str(plan), arguments.hang_seconds)
+            command = [sys.executable, "-m", "meshloom", *words]
+            return run_ranks(command, plan.mesh, kind, str(plan), arguments.hang_seconds, arguments.transport)
         return _run_here(arguments)
     except KeyboardInterrupt:
         print("meshloom: interrupted", file=sys.stderr)
@@ -94,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
             "--memory", metavar="SIZE", help="what a rank may hold when the model is divided over pp or tp, like 8GiB: the plan's memory_bytes"
         )
         verb.add_argument("--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)")
+        verb.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
         verb.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long a rank waits for another (default: 600)")
         verb.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
         verb.add_argument(
@@ -128,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     describe.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     calibrate = verbs.add_parser("calibrate", help="measure what this machine does, for predictions")
     calibrate.add_argument("--devices", default="auto", choices=["auto", "cpu", "cuda"], help="what to measure (default: GPUs if there are any)")
+    calibrate.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
     calibrate.add_argument("--ranks", type=int, help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)")
     calibrate.add_argument("--out", metavar="FILE", help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)")
     calibrate.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long a rank waits for another (default: 60)")
@@ -177,6 +184,8 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         out=arguments.out,
         resume=arguments.resume,
         timeout_seconds=arguments.timeout,
+        transport=arguments.transport,
+        share=True,
         listener=listener,
         circumstances=_circumstances(arguments),
         snapshot_every=arguments.snapshot_every,
@@ -263,7 +272,15 @@ def _tell_summary(summary: Summary, terminal: Terminal, records: _Records) -> No
 
 def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
-    report = verify(job, _plan(arguments), devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout)
+    report = verify(
+        job,
+        _plan(arguments),
+        devices=arguments.devices,
+        steps=arguments.steps,
+        dtype=dtype,
+        timeout_seconds=arguments.timeout,
+        transport=arguments.transport,
+    )
     if report is None:  # the process of another rank: rank 0 reports
         return 0
     print_report(report, Console(stderr=arguments.json == "-"))
@@ -317,7 +334,9 @@ def _start_calibration(arguments: argparse.Namespace, words: list[str]) -> int:
     mesh = Mesh(dp=num_ranks)
     kind, _ = choose_devices(mesh, "cuda" if on_gpus else arguments.devices if arguments.devices != "auto" else "cpu")
     arguments.devices = kind
-    return run_ranks([sys.executable, "-m", "meshloom", *words], mesh, kind, str(Plan(dp=num_ranks))) if num_ranks > 1 else _calibrate(arguments)
+    if num_ranks == 1:
+        return _calibrate(arguments)
+    return run_ranks([sys.executable, "-m", "meshloom", *words], mesh, kind, str(Plan(dp=num_ranks)), transport=arguments.transport)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
@@ -325,11 +344,11 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     num_ranks = default_ranks("cpu")
     links: dict[int, tuple[Link, ...]] = {}
-    with open_world(Mesh(dp=num_ranks), arguments.devices, arguments.timeout) as world:
+    with open_world(Mesh(dp=num_ranks), arguments.devices, arguments.timeout, arguments.transport) as world:
         operators = measure_operators(world.local[0].device)
         _add_links(links, world)
     if num_ranks >= 4 and num_ranks % 2 == 0:
-        with open_world(Mesh(dp=num_ranks // 2, tp=2), arguments.devices, arguments.timeout) as halves:
+        with open_world(Mesh(dp=num_ranks // 2, tp=2), arguments.devices, arguments.timeout, arguments.transport) as halves:
             _add_links(links, halves)
     if not world.main:
         return 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +24,17 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.seat import Seat
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import agree, collect
-from meshloom.errors import DataError, JobError, TrainingError
+from meshloom.comm.windows import windows_of
+from meshloom.errors import CheckpointError, DataError, JobError, TrainingError
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
+from meshloom.exchange.choose import exchange_by_name
+from meshloom.exchange.diloco import OuterStep
 from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.local_sgd import Rounds, TakeMean
 from meshloom.exchange.nothing import Nothing
+from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.job import Job
 from meshloom.loss import as_sum
@@ -45,10 +50,13 @@ from meshloom.state.buffers import RunningStatistics
 from meshloom.state.checkpoint import Piece
 from meshloom.state.data import Chunk, to_device
 from meshloom.state.homes import held
+from meshloom.state.made import Made, make_optimizers
 from meshloom.state.model import build_model, copy_from_first, facts, state_of
 from meshloom.state.not_finite import find_not_finite
 from meshloom.state.optimizer import Updater
+from meshloom.state.outer_state import load_outer, outer_pieces
 from meshloom.state.shards import Shards
+from meshloom.state.sharing import why_separate
 from meshloom.state.tally import Tally
 
 
@@ -80,13 +88,18 @@ class StepResult:
 
 
 class Replica:
-    """A model on one rank, or what the rank holds of it, and how it takes part in a step."""
+    """A model on one rank, or what the rank holds of it, and how it takes part in a step.
 
-    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None) -> None:
+    share: whether the replicas of a host may have one copy of the parameters, where their ranks can have memory in common.
+    """
+
+    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False) -> None:
         self.job = job
         self.plan = plan
         self.seat = seat
         self.dtype = dtype
+        self._share = share
+        self._updating = False
         self.replicas = seat.groups["dp"]
         self.observer: Observer | None = None
         self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
@@ -106,7 +119,9 @@ class Replica:
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}  # what else is expected to have been handed over along them
+        self._outer: OuterStep | None = None
         self.exchange: Exchange
+        self.rounds: Rounds | None  # where replicas step by themselves
         self.updater: Updater
         self.statistics: list[RunningStatistics]
 
@@ -124,8 +139,14 @@ class Replica:
             yield from self.staged.open(self.model)
             self.named = self.staged.owned()
             self._frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad and not each.is_meta]
-        self.exchange = self._open_exchange()
-        self.updater = Updater(self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group)
+        made = make_optimizers(self.job, whole)
+        self.exchange = self._open_exchange(made)
+        self.rounds = self._open_rounds()
+        self.updater = Updater(
+            self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group,
+            self.plan.servers if self.plan.exchange == "server" else None, made,
+        )  # fmt: skip
+        yield from self.exchange.open()
         if self.staged:
             self.statistics = list(self.staged.statistics.values())
             self._undo.enter_context(self.staged.connect(self.exchange))
@@ -164,6 +185,9 @@ class Replica:
         if work is not None:
             work.wait()
         total, weight, divisor = self._tally.result(chunks[0].batch)
+        if self.rounds:
+            self.rounds.begin_step()
+            divisor = self._tally.own_divisor(chunks[0].batch)
         with self._span("exchange"):
             gradients = yield from self.exchange.finish(divisor)
         yield from self._check_finite(step, filled, total, weight)
@@ -171,16 +195,22 @@ class Replica:
             yield from statistics.finish()
         if self.observer:
             mine = yield from self.exchange.full_gradients(gradients)
+            if self.rounds:
+                mine = yield from self.rounds.mean_gradients(mine)
             self.observer.averaged((yield from self.staged.whole(mine)) if self.staged else mine)
         doing.enter("updating", step)
+        self._updating = True  # until all ranks have updated
         with self._span("update"):
             norm = yield from self.updater.update(gradients, total / weight)
         for axis, sent in self._sent.items():
             sent.update(self.updater.bytes_per_step(axis))
         with self._span("exchange"):
             yield from self.exchange.publish()
+            if self.rounds and (yield from self.rounds.end_step()):
+                self.updater.forget()
             if self.staged:
                 yield from self.staged.published()
+        self._updating = False
         doing.enter("between steps", step + 1)
         return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
 
@@ -198,12 +228,14 @@ class Replica:
                 self._begin_chunk(chunk, around, self.observer)
                 root, loss, weight = self._tally.add(self.job.loss(self.model, data), chunk)
                 if chunk is filled[-1]:
+                    self._tally.keep_own()
                     work = self.replicas.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
                     self.exchange.begin_last_chunk()
                 root.backward()
             if self.observer:
                 self.observer.chunk_done(chunk, float(weight), float(loss.detach()))
         if not filled and self.plan.dp > 1:
+            self._tally.keep_own()
             work = self.replicas.all_reduce(self._tally.sums)
         return work
 
@@ -224,9 +256,38 @@ class Replica:
             [self._data(chunk) for chunk in filled], finish=finish, begin=partial(self._begin_microbatch, filled), listener=listener
         )
         yield from staged.add_up(self._tally.sums)
+        self._tally.keep_own()
+
+    def settle(self) -> Steps[None]:
+        """End a round of local steps, so that all replicas hold the same parameters; nothing if they do. Every rank calls it."""
+        if self.rounds and (yield from self.rounds.settle()):
+            yield from self._changed()
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
-        """Mean of every metric over all replicas' chunks, in evaluation mode."""
+        """Mean of every metric over all replicas' chunks, in evaluation mode.
+
+        Within a round of local steps it is the mean of the replicas' parameters that is evaluated; afterwards each goes on from its own.
+        """
+        if self.rounds is None or self.rounds.settled:
+            return (yield from self._evaluate(chunks))
+        own = yield from self.rounds.mean()
+        try:
+            if self.staged:
+                yield from self.staged.published()
+            values = yield from self._evaluate(chunks)
+        finally:
+            self.rounds.put_back(own)
+        if self.staged:
+            yield from self.staged.published()
+        return values
+
+    def _changed(self) -> Steps[None]:
+        """Parameters have new values that no update made."""
+        self.updater.forget()
+        if self.staged:
+            yield from self.staged.published()
+
+    def _evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
         assert self.job.evaluate
         metrics = self.job.evaluate.metrics
         sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device=self.seat.device)
@@ -252,15 +313,30 @@ class Replica:
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
 
     def weights(self) -> Steps[dict[str, Any]]:
-        """The model's `state_dict` in whole shapes; all of it on the replica's first rank."""
+        """The model's `state_dict` in whole shapes; all of it on the replica's first rank.
+
+        Raises `CheckpointError` if the newest step broke off while parameters were being updated.
+        """
+        if self._updating:
+            raise CheckpointError(
+                "The newest step broke off in the middle of its update, so there is nothing whole to save. Resume from a checkpoint."
+            )
         return (yield from self.staged.weights()) if self.staged else self.model.state_dict()
 
     def optimizer_state(self) -> Steps[tuple[list[Piece], dict[str, Any]]]:
-        """As `Updater.state`."""
-        made = yield from self.updater.state(self.seat.world)
+        """As `Updater.state`. Replicas that step by themselves are one before: parameters by ending the round, the optimizer's state by its mean."""
+        yield from self.settle()
+        if self.rounds:
+            self._saved_bytes.update((yield from self.updater.average_state(self.replicas, self.seat.readers)))
+        pieces, values = yield from self.updater.state(self.seat.world)
         self._sent["tp"].update(self.updater.bytes_per_save("tp"))
         self._saved_bytes.update(self.updater.bytes_per_save("dp"))
-        return made
+        if self._outer:
+            here = {name for name, _ in self.named} if self._stage_group else None
+            outer = yield from outer_pieces(self._outer.momentum, self.shards, self.seat.world, self.seat.device, here)
+            self._sent["tp"]["all_gather"] += outer.bytes_tp
+            pieces = pieces + outer.pieces
+        return pieces, values
 
     def whole_state(self) -> Steps[dict[str, Tensor]]:
         """Parameters and buffers by name, whole, tied ones once; all of them on rank 0. Every rank calls it."""
@@ -318,6 +394,16 @@ class Replica:
             return {}
         return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
 
+    def load(self, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
+        """Restore what `optimizer_state` gave on all ranks together. Arguments: of `Updater.load`."""
+        self.updater.load(read, shapes, values)
+        if self._outer:
+            self._outer.momentum = load_outer(self.named, self.shards, read, shapes)
+
+    def bytes_of_rounds(self) -> dict[str, int]:
+        """Bytes that the means of parameters so far handed over along dp."""
+        return self.rounds.bytes_so_far() if self.rounds else {}
+
     def bytes_of_saves(self) -> dict[str, int]:
         """Bytes that the checkpoints so far handed over along dp."""
         return dict(self._saved_bytes)
@@ -334,14 +420,32 @@ class Replica:
         """Take the hooks off the model."""
         self._undo.close()
 
-    def _open_exchange(self) -> Exchange:
+    def _open_exchange(self, made: Made) -> Exchange:
         if self.plan.dp == 1:
             return Alone(self.named)
         if not self.named:
             return Nothing()
-        kind = ZeroOne if self.plan.zero else AllReduce
-        alike = [name for name, _ in self.named if name not in self.shards.pieces] if self.staged else ()
-        return kind(self.named, self.replicas, bucket_bytes=self.plan.bucket_bytes, overlap=self.plan.overlap, apart=alike)
+        by_name = exchange_by_name(self.plan, self.named, self.replicas, apart=self._alike)
+        if by_name is not None:
+            return by_name
+        windows = windows_of(self.replicas) if self.seat.device.type == "cpu" else None
+        settings: Any = {"bucket_bytes": self.plan.bucket_bytes, "overlap": self.plan.overlap, "apart": self._alike, "windows": windows}
+        if windows is not None and self._share and not why_separate(made, self.named):
+            copies = partial(OneForAll, windows=windows, frozen=self._frozen)
+            return ZeroOne(self.named, self.replicas, copies=copies, **settings)
+        return (ZeroOne if self.plan.zero else AllReduce)(self.named, self.replicas, **settings)
+
+    def _open_rounds(self) -> Rounds | None:
+        if not self.plan.local:
+            return None
+        if self.plan.exchange == "diloco":
+            self._outer = OuterStep(learning_rate=self.plan.outer_learning_rate, momentum=self.plan.outer_momentum)
+        return Rounds(self.named, self.replicas, local_steps=self.plan.local_steps, end=self._outer or TakeMean(), apart=self._alike)
+
+    @property
+    def _alike(self) -> Sequence[str]:
+        """Names of parameters that other ranks of the replica hold too."""
+        return [name for name, _ in self.named if name not in self.shards.pieces] if self.staged else ()
 
     def _begin_chunk(self, chunk: Chunk, around: ExitStack, observer: Observer | None = None) -> None:
         """Seed the chunk's draws, and key them if the plan says so, until `around` ends."""

@@ -77,7 +77,11 @@ class Trainer:
     devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, spread over its GPUs).
     steps: the whole run's number of steps, instead of the job's.
     out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
-    timeout_seconds: how long to wait for another rank. dtype: of parameters and floating-point data, for verification.
+    timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto, or gloo.
+    dtype: of parameters and floating-point data, for verification.
+    share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that talk through shared memory. Only the
+        optimizer may change parameters then: what a loop of one's own does to them in place would be done by each replica to the one copy, and
+        is an error where it is seen. `meshloom train` shares.
     circumstances, snapshot_every: with exchange=async, what happens on the virtual clock, and updates between the servers' snapshots. Such a run
         has no loop of one's own: `fit()` goes through it, and `asynchronous` has its model and its ages.
     """
@@ -92,7 +96,9 @@ class Trainer:
         out: str | Path | None = None,
         resume: str | Path | None = None,
         timeout_seconds: float = 600.0,
+        transport: str = "auto",
         dtype: torch.dtype | None = None,
+        share: bool = False,
         listener: Listener | None = None,
         circumstances: Circumstances | None = None,
         snapshot_every: int = 100,
@@ -119,7 +125,7 @@ class Trainer:
         self._first_loss = math.nan
         self._timelines: list[Timeline] = []
         with self._stack as building:
-            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds))
+            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport))
             self._enter("setting up")
             if self.plan.exchange == "async":
                 settings = Settings(
@@ -131,17 +137,18 @@ class Trainer:
                 self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}, on a virtual clock"))
                 self._stack = building.pop_all()
                 return
-            self.replicas = [Replica(job, self.plan, seat, dtype=dtype) for seat in self.world.local]
+            self.replicas = [Replica(job, self.plan, seat, dtype=dtype, share=share) for seat in self.world.local]
             for replica in self.replicas:
                 building.callback(replica.close)
             self._check_separate()
             self.together(lambda replica: replica.prepare())
             if resume is not None:
                 self._resume(Path(resume))
-            self._start_step = self.next_step
+            self._start_step = self._checked = self.next_step
             self._checks = self._evaluations = 0
             self._clock = _Clock()
-            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}"))
+            copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
+            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}"))
             self._enter("between steps")
             self._stack = building.pop_all()
 
@@ -166,9 +173,9 @@ class Trainer:
         self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
         self.next_step = batch.step + 1
         self._enter("comparing")
-        if self.plan.dp > 1 and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
-            self.together(lambda replica: replica.check_identical(batch.step))
-            self._checks += 1
+        if self.next_step == self.steps:
+            self.together(lambda replica: replica.settle())
+        self._compare(batch.step)
         if self.plan.mesh.size > self.plan.dp and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_team(batch.step))
         self._enter("between steps")
@@ -184,6 +191,15 @@ class Trainer:
             for note in self.together(lambda replica: replica.take_notes())[0]:
                 self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
         return result.loss
+
+    def _compare(self, step: int) -> None:
+        """Compare the replicas' bits, if that is due and they should be the same."""
+        rounds = self.replicas[0].rounds
+        due = self.next_step // CHECK_EVERY > self._checked // CHECK_EVERY or self.next_step == self.steps
+        if self.plan.dp > 1 and due and (rounds is None or rounds.settled):
+            self.together(lambda replica: replica.check_identical(step))
+            self._checks += 1
+            self._checked = self.next_step
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
@@ -372,7 +388,7 @@ class Trainer:
             checkpoint.check(_fingerprint(replica))
             replica.shards.load_weights(replica.model, weights)
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
-            replica.updater.load(checkpoint.read, shapes, checkpoint.values["updater"])
+            replica.load(checkpoint.read, shapes, checkpoint.values["updater"])
         self.next_step = checkpoint.step
         if self.next_step >= self.steps:
             raise CheckpointError(
@@ -419,6 +435,7 @@ class Trainer:
                 total[name] = total.get(name, 0) + count * times
 
         add(replica.bytes_of_saves(), 1)
+        add(replica.bytes_of_rounds(), 1)
         add(replica.bytes_per_step(), self._clock.num_steps)
         if self.plan.dp > 1:
             add({"all_gather": replica.bytes_per_check()}, self._checks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,33 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.server import Server
+from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
+from tests.windows import OneProcess
 
-KINDS: dict[str, Callable[..., Exchange]] = {"all_reduce": AllReduce, "zero": ZeroOne}
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def all_reduce_in_windows(named: Named, group: Group, **settings: Any) -> Exchange:
+    """Gradients lie in memory that the other ranks see."""
+    return AllReduce(named, group, windows=OneProcess(group), **settings)
+
+
+def one_copy(named: Named, group: Group, **settings: Any) -> Exchange:
+    """Parameters too, once for all ranks."""
+    windows = OneProcess(group)
+    return ZeroOne(named, group, windows=windows, copies=lambda buckets, group: OneForAll(buckets, group, windows), **settings)
+
+
+KINDS: dict[str, Callable[..., Exchange]] = {
+    "all_reduce": AllReduce,
+    "all_reduce_in_windows": all_reduce_in_windows,
+    "zero": ZeroOne,
+    "one_copy": one_copy,
+    "one_server": partial(Server, num_servers=1),
+    "two_servers": partial(Server, num_servers=2),
+}
 
 
 class Net(nn.Module):
@@ -45,6 +70,7 @@ def replicas(
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
         made.append((model, exchange))
+    run_in_steps([exchange.open() for _, exchange in made])
     return made
 
 

@@ -30,6 +30,9 @@ from meshloom.trainer import Trainer
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors
 
 
+pytestmark = pytest.mark.long
+
+
 class Run:
     """What a run has come to."""
 
@@ -248,7 +251,7 @@ def _count(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     staleness=st.sampled_from(["inf", "1", "3"]),
     latency=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_every_sample_of_an_epoch_is_used_once(happenings: list[tuple[str, int, float]], servers: int, staleness: str, latency: float) -> None:
     """29 samples in batches of 6 (the last of 5) for three workers are 15 shares an epoch; the last share of the second one is not in these 29 steps."""
     incidents = "+".join([*(f"{what}:{number}@{at}/0.5" for what, number, at in happenings), "join:5@30"])

@@ -58,10 +58,12 @@ def test_every_element_has_one_owner_or_all_ranks_own_it(kind: str) -> None:
     for _, exchange in world:
         for piece in exchange.owned:
             owned[offsets[piece.name] + piece.start : offsets[piece.name] + piece.stop] += 1
-    assert owned.unique().tolist() == ([3] if kind == "all_reduce" else [1])
-    if kind == "zero":  # no rank holds nearly all of it
+    assert owned.unique().tolist() == ([3] if kind.startswith("all_reduce") else [1])
+    if not kind.startswith("all_reduce"):  # those that own any have about as much as each other
         shares = [sum(piece.stop - piece.start for piece in exchange.owned) for _, exchange in world]
-        assert max(shares) < 0.5 * sum(shares)
+        num_owners = {"one_server": 1, "two_servers": 2}.get(kind, 3)
+        assert [share > 0 for share in shares] == [rank < num_owners for rank in range(3)]
+        assert max(shares) - min(shares[:num_owners]) < 0.1 * sum(shares)  # buckets are padded, and the last owner has the padding
 
 
 def test_owners_updates_become_visible_everywhere(kind: str) -> None:
@@ -105,6 +107,10 @@ def test_the_first_bucket_starts_before_backward_ends(kind: str) -> None:
             events.append("start")
             return super().reduce_scatter(output, tensor, op)
 
+        def gather(self, outputs, tensor, destination):  # type: ignore[no-untyped-def]
+            events.append("start")
+            return super().gather(outputs, tensor, destination)
+
     groups = [Watched(group, "dp") for group in simulated_groups(2)]
     model, exchange = replicas(2, kind, bucket_bytes=1, groups=groups)[0]
     model.first.weight.register_hook(lambda _: events.append("first layer"))  # the last gradient that backward computes
@@ -117,7 +123,7 @@ def test_without_overlap_nothing_starts_during_backward(kind: str) -> None:
     groups = [RecordedGroup(group, "dp") for group in simulated_groups(2)]
     for model, exchange in replicas(2, kind, overlap=False, groups=groups):
         backward(model, exchange, data(3, 3))
-    assert not any(count.calls for group in groups for count in group.counts.values())
+    assert not {name for group in groups for name in group.counts} - {"barrier"}  # where they met before the first step
 
 
 def test_a_gradient_after_its_bucket_left_is_an_error(kind: str) -> None:
@@ -130,18 +136,18 @@ def test_a_gradient_after_its_bucket_left_is_an_error(kind: str) -> None:
 
 
 def test_sparse_gradients_are_added_up(kind: str) -> None:
-    groups = simulated_groups(2)
     world = []
-    for group in groups:
+    for group in simulated_groups(2):
         torch.manual_seed(0)
         table = torch.nn.Embedding(6, 3, sparse=True)
-        exchange = KINDS[kind](list(table.named_parameters()), group, bucket_bytes=100, overlap=True)
+        world.append((table, KINDS[kind](list(table.named_parameters()), group, bucket_bytes=100, overlap=True)))
+    run_in_steps([exchange.open() for _, exchange in world])
+    for table, exchange in world:
         table.weight.register_post_accumulate_grad_hook(exchange.gradient_ready)
         exchange.begin_step()
         for rows in ([1, 1], [4]):
             exchange.begin_last_chunk() if rows == [4] else None
             table(torch.tensor(rows)).sum().backward()
-        world.append((table, exchange))
     expected = torch.zeros(6, 3)
     expected[1], expected[4] = 4.0, 2.0  # two ranks
     for found in whole_gradients(world, 1.0):  # type: ignore[arg-type]

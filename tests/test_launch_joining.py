@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from processes import on_ranks
 
+from meshloom.comm.shm import why_not
 from meshloom.comm.turns import run_in_steps
 from meshloom.comm.values import collect
 from meshloom.errors import DeviceError, PeerLostError
@@ -31,7 +32,8 @@ def _two_worlds() -> object:
 
 def test_processes_form_the_groups_of_the_mesh_and_can_do_so_again():
     cores = len(os.sched_getaffinity(0))
-    why = f"cpu: 4 ranks as processes on {cores} cores, 1 thread each (asked for)"
+    talking = f"talking over Gloo: {why_not()}" if why_not() else "talking through shared memory"
+    why = f"cpu: 4 ranks as processes on {cores} cores, 1 thread each (asked for), {talking}"
     for rank, results in enumerate(on_ranks(_two_worlds, 4)):
         along = {axis: list(Mesh(dp=2, tp=2).group_of(axis, rank)) for axis in ("dp", "tp")}
         everyone = [0, 1, 2, 3]

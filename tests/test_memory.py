@@ -123,6 +123,18 @@ def test_kinds_at_the_peak_add_up_to_it():
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("dp", [3])
+def test_one_copy_of_parameters_and_state_for_all(dp: int, zero: int):
+    job, batches = job_and_batches("gpt", "adamw")
+    program = read(job, batches)
+    one = predict_memory(program, job.optimizer)
+    each = predict_memory(program, job.optimizer, dp=dp, zero=zero, one_copy=True)
+    assert (each.parameters, each.optimizer) == (-(-one.parameters // dp), -(-one.optimizer // dp))
+    assert each.gradients == pytest.approx(sum(parameter.nbytes for parameter in job.model().parameters()))
+    assert "publish" not in each.peaks and each.kept == one.kept
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("dp", [3])
 def test_buckets_of_a_data_parallel_plan_and_divided_state(dp: int, zero: int):
     job, batches = job_and_batches("gpt", "adamw")
     program = read(job, batches)

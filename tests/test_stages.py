@@ -47,7 +47,10 @@ def family(name: str, num_microbatches: int, *, even: bool = False) -> Subject:
 
 
 def check(ran: Ran) -> None:
-    assert ran.error <= LIMIT, f"{ran.what}: {ran.error:.1e}"
+    """Some models compute norms or scans in float32 whatever their type. Where such a value crosses a cut, its gradient is added up in float32 in another
+    order; with float64 in its place all of them stay below LIMIT."""
+    in_float32 = any(each.meta.dtype is torch.float32 and each.meta.requires_grad for stage in ran.crossings for each in stage.incoming)
+    assert ran.error <= (1e-6 if in_float32 else LIMIT), f"{ran.what}: {ran.error:.1e}"
 
 
 @pytest.mark.parametrize(("name", "schedule"), [*zip(COVERING, cycle(KINDS), strict=False), *(("recommendation", each) for each in KINDS)])

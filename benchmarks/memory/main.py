@@ -4,6 +4,8 @@
 
 Every rank is a process. All that torch allocates in it is followed from before the model is built (torch.profiler's memory events), so
 the peak of the start counts whatever is alive together: the whole model, its parts, and what reading the loss takes.
+
+Memory that several ranks have mapped is counted as the kernel does (Pss in /proc/self/smaps): a page that n of them use is 1/n of a page for each.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ MIB = 2**20
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write one record per rank to FILE; - is standard output")
-    parser.add_argument("--plans", nargs="+", default=["dp=1", "tp=2"])
+    parser.add_argument("--plans", nargs="+", default=["dp=1", "tp=2", "dp=2", "dp=4"])
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=16, help="tokens of a sample; few, so that what is counted is not activations")
     arguments = parser.parse_args()
@@ -64,6 +66,9 @@ def main() -> int:
             f"peak at the start {record['start'] / MIB:6.1f} MiB ({record['start'] / base:.3f})",
             file=sys.stderr,
         )
+    for plan in arguments.plans:
+        together = sum(record["steady"] for record in records if record["plan"] == plan)
+        print(f"{plan:<6} all ranks: parameters and optimizer state {together / MIB:6.1f} MiB ({together / base:.3f})", file=sys.stderr)
     return 0
 
 
@@ -81,12 +86,13 @@ def measure(plan: str, batch_size: int, length: int, directory: Path) -> None:
         return TensorDataset(tokens[:, : length + 1])
 
     job = ml.Job(model=make_model, loss=loss, optimizer=optimizer, data=data, batch_size=batch_size, steps=2, shuffle=False)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, ml.Trainer(job, plan, devices="cpu") as trainer:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, ml.Trainer(job, plan, devices="cpu", share=True) as trainer:
         with record_function(OPENED):
             rank = trainer.replicas[0].seat.rank
         for batch in trainer.batches():
             trainer.step(batch)
         steady = held([*trainer.replicas[0].model.parameters(), *state_of(made[-1])])
+        trainer.together(lambda replica: replica.check_identical(1))  # nobody lets go of memory before all have counted
     record = {"plan": plan, "rank": rank, "batch": batch_size, "length": length, "start": peak_until(seen, OPENED), "steady": steady}
     (directory / f"{rank}.json").write_text(json.dumps(record))
 
@@ -97,9 +103,29 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def held(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' memory, each counted once."""
-    storages = [each.untyped_storage() for each in tensors]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    """Bytes of the tensors' memory, each counted once, and this process's share of what it has in common with others."""
+    sizes = {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
+    total = 0
+    for start, stop, proportional in common_mappings():
+        inside = [address for address in sizes if start <= address < stop]
+        total += proportional if inside else 0
+        for address in inside:
+            del sizes[address]
+    return total + sum(sizes.values())
+
+
+def common_mappings() -> list[tuple[int, int, int]]:
+    """Start, end and Pss in bytes of every mapping of memory that processes share."""
+    found: list[tuple[int, int, int]] = []
+    common = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            start, stop = (int(word, 16) for word in words[0].split("-"))
+            common = words[1].endswith("s")
+        elif words[0] == "Pss:" and common:
+            found.append((start, stop, int(words[1]) * 1024))
+    return found
 
 
 def peak_until(seen: Any, mark: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from meshloom.errors import PlanError
 from meshloom.exchange.exchange import Slice
 from meshloom.job import Job, NamedParameters
-from meshloom.state.elementwise import reach
 from meshloom.state.made import make_optimizers
 from meshloom.state.whole import divide
 
@@ -17,15 +16,14 @@ def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
     """
     if num_servers == 1:
         return False
-    optimizers = make_optimizers(job, named)[1]
-    reaches = [reach(each, elementwise=job.elementwise) for each in optimizers]
-    if "optimizer" in reaches:
-        kind = type(optimizers[reaches.index("optimizer")]).__name__
+    made = make_optimizers(job, named)
+    if "optimizer" in made.reaches:
+        kind = type(made.optimizers[made.reaches.index("optimizer")]).__name__
         raise PlanError(
             f"{kind} looks at all parameters at once, and with servers={num_servers} no server has them all. Use servers=1, an optimizer that updates "
             "each parameter by itself, or Job(elementwise=True) if it does."
         )
-    whole = "parameter" in reaches
+    whole = "parameter" in made.reaches
     parts = len(named) if whole else sum(parameter.numel() for _, parameter in named)
     if parts < num_servers:
         raise PlanError(

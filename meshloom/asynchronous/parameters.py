@@ -46,6 +46,7 @@ class _Ownership:
 
     owned: Sequence[Slice]
     owners: Group | None
+    one_copy: bool = False
 
 
 class Parameters:

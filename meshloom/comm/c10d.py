@@ -183,7 +183,7 @@ class C10dGroup(Group):
                 except RuntimeError:
                     if work.is_completed():
                         raise  # the operation itself failed; otherwise only the glance is due
-                    if left := self._who_left():
+                    if left := self.who_left():
                         raise PeerLostError(f"{self._members[self.rank]} lost {left}, which has aborted, in {what}.") from None
             self._check_aborted(what)
             work.wait()
@@ -192,7 +192,8 @@ class C10dGroup(Group):
         if self._aborted:
             raise PeerLostError(f"{self._members[self.rank]} has aborted its group: {what} cannot run.")
 
-    def _who_left(self) -> str | None:
+    def who_left(self) -> str | None:
+        """The member that has aborted, if one has and its note can be read."""
         try:
             store = self._process_group.get_group_store()
             return store.get(_NOTE).decode() if store.check([_NOTE]) else None
@@ -211,7 +212,7 @@ class C10dGroup(Group):
             if not any(fragment in text for fragment in _LOST):
                 raise
             others = [member for member in self._members if member != here]
-            peer = self._who_left() or (others[0] if len(others) == 1 else f"one of {', '.join(others)}")
+            peer = self.who_left() or (others[0] if len(others) == 1 else f"one of {', '.join(others)}")
             how = "waited too long for" if any(fragment in text for fragment in _TIMED_OUT) else "lost"
             raise PeerLostError(f"{here} {how} {peer} in {what}: {_first_line(error)}") from error
 

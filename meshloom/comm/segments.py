@@ -27,6 +27,11 @@ PAGE = mmap.PAGESIZE
 class Files(ABC):
     """A way to share files in memory. A file is known to others by its owner's process and a number."""
 
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """Where they lie, in words."""
+
     @abstractmethod
     def create(self, num_bytes: int, *, backed: bool) -> tuple[int, int]:
         """Descriptor and number of a new file. backed: its memory is taken now. Raises `CollectiveError` if there is too little."""
@@ -43,11 +48,15 @@ class Files(ABC):
 class Anonymous(Files):
     """Files without a name. `create` raises `OSError` where there are none."""
 
+    @property
+    def where(self) -> str:
+        return "memory"
+
     def create(self, num_bytes: int, *, backed: bool) -> tuple[int, int]:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd")
         descriptor = os.memfd_create("meshloom")
-        _make_room(descriptor, num_bytes, backed, "memory")
+        _make_room(descriptor, num_bytes, backed, self.where)
         return descriptor, descriptor
 
     def open(self, process: int, number: int) -> int:
@@ -65,6 +74,10 @@ class Named(Files):
         self._numbers = count()
         self._remove_leftovers()
 
+    @property
+    def where(self) -> str:
+        return str(self._directory)
+
     def create(self, num_bytes: int, *, backed: bool) -> tuple[int, int]:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         while True:
@@ -74,7 +87,7 @@ class Named(Files):
                 descriptor = os.open(path, flags, 0o600)
                 break
         try:
-            _make_room(descriptor, num_bytes, backed, str(self._directory))
+            _make_room(descriptor, num_bytes, backed, self.where)
         except BaseException:
             path.unlink()
             raise
@@ -108,7 +121,7 @@ def too_little(where: str, needed: int, free: int | None) -> CollectiveError:
     """The error of a place that is too small."""
     there = f", and {_mebibytes(free)} are free there" if free is not None else ", and the system has no more"
     return CollectiveError(
-        f"Ranks of one machine exchange tensors through memory in {where}: {_mebibytes(needed)} are needed{there}. "
+        f"Ranks of one machine exchange tensors through files in {where}: {_mebibytes(needed)} are needed{there}. "
         "Give it more (in a container: --shm-size), use smaller buckets or batches, or let the ranks talk over Gloo (--transport gloo)."
     )
 

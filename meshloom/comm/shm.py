@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,7 @@ from meshloom.comm.calls import (
 from meshloom.comm.group import Group, Work
 from meshloom.comm.meeting import Meeting
 from meshloom.comm.peers import Peers
-from meshloom.comm.segments import Files, map_file, too_little
+from meshloom.comm.segments import Files, free_bytes, map_file, too_little
 from meshloom.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class ShmGroup(Group):
         self._activity = activity or Activity()
         self._own_abort = False
         self._kept: deque[tuple[int, Any]] = deque()  # what the engine still reads or writes, by number of operation
+        self._kept_lock = Lock()  # several threads may wait
         self._reductions: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
         self._windows: list[Window] = []
         self._settings = settings or Settings()
@@ -264,17 +266,19 @@ class ShmGroup(Group):
         engine, handle = self._open()
         return self._started(engine.start(handle, BARRIER, 0, 0, 0, 0, (), 0, 0), BARRIER, None, None, None)
 
-    def window(self, num_bytes: int) -> Window:
+    def window(self, num_bytes: int, owner: int | None = None) -> Window:
         """New memory of every rank, `num_bytes` of each, which all ranks ask for at once. It is kept until the group is closed.
 
-        Tensors that lie there are used in place. Raises `CollectiveError` on all ranks if one of them has too little memory.
+        Tensors that lie there are used in place. owner: the only rank that gives any: the others' parts are empty, and collectives copy.
+        Raises `CollectiveError` on all ranks if one of them has too little memory.
         """
+        givers = range(self._size) if owner is None else [owner]
         problem: MeshloomError | None = None
         descriptor = number = -1
         try:
-            descriptor, number = self._files.create(num_bytes, backed=True)
+            descriptor, number = self._files.create(num_bytes if self._rank in givers else 0, backed=True)
         except (CollectiveError, OSError) as error:
-            problem = error if isinstance(error, CollectiveError) else too_little("memory", num_bytes, None)
+            problem = error if isinstance(error, CollectiveError) else too_little(self._files.where, num_bytes, None)
         answers = torch.empty(2 * self._size, dtype=torch.int64)
         self.all_gather(answers, torch.tensor([number, num_bytes])).wait()
         numbers, sizes = answers.view(self._size, 2).T.tolist()
@@ -287,6 +291,9 @@ class ShmGroup(Group):
                 raise CollectiveError(f"The ranks ask for windows of different sizes, {sizes} bytes: all must ask for the same.")
             memory: list[Tensor] = []
             for other in range(self._size):
+                if other not in givers:
+                    memory.append(torch.empty(0, dtype=torch.uint8))
+                    continue
                 opened = descriptor if other == self._rank else self._files.open(self._processes[other], numbers[other])
                 memory.append(map_file(opened, num_bytes))
                 if other != self._rank:
@@ -297,7 +304,8 @@ class ShmGroup(Group):
             os.close(descriptor)
         window = Window(memory)
         engine, handle = self._open()
-        engine.add_window(handle, tuple(each.data_ptr() for each in memory), num_bytes)
+        if owner is None:
+            engine.add_window(handle, tuple(each.data_ptr() for each in memory), num_bytes)
         self._windows.append(window)
         return window
 
@@ -390,9 +398,10 @@ class ShmGroup(Group):
                 missed = self._look_after(number, what, message, peer, deadline, missed)
             self._activity.goes_on()
         if not message:
-            kept = self._kept
-            while kept and kept[0][0] <= number:
-                kept.popleft()
+            with self._kept_lock:
+                kept = self._kept
+                while kept and kept[0][0] <= number:
+                    kept.popleft()
 
     def is_over(self, number: int, message: bool) -> bool:
         """Whether a wait for it would return at once, or raise."""
@@ -421,7 +430,7 @@ class ShmGroup(Group):
             late = [rank for rank in behind if rank != self._rank] or ([peer] if peer is not None else [])
             who = ", ".join(self._members[rank] for rank in late) or "the other ranks"
             last = "".join(f" {self._members[rank]} {self._last_of(rank)}." for rank in late[:3] if not message)
-            raise PeerLostError(f"{here} waited too long for {who} in {what()}: longer than {self._timeout:g} s.{last}")
+            raise PeerLostError(f"{here} waited too long for {who} in {what()}: longer than the timeout of {self._timeout:g} s.{last}")
         return gone
 
     def _last_of(self, rank: int) -> str:
@@ -436,7 +445,7 @@ class ShmGroup(Group):
         if status == ABORTED:
             return PeerLostError(f"{here} lost {self._members[engine.aborted_by(handle)]}, which has aborted, in {what}.")
         if status == NO_SPACE:
-            return too_little("memory", engine.missing_bytes(handle), None)
+            return too_little(self._files.where, engine.missing_bytes(handle), free_bytes(self._memory[2].descriptor) if self._memory else None)
         if status == MISMATCH:
             rank, number = engine.mismatch(handle)
             there = self._members[rank]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.group import Group, Work
+from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Slice
+from meshloom.exchange.reduction import Exact, Reduction
 from meshloom.graph.landing import Room
 
 
@@ -19,16 +21,33 @@ class AllReduce(Exchange):
 
     Behind a bucket's gradients travels one number per parameter: on how many ranks it was used. Where that is none, the
     gradient is None, as on one device.
+
+    reduction: of the group, how the sums are made: exactly, or smaller.
+    windows: `group`, if its ranks can have memory in common; then gradients are summed where they lie.
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], group: Group, *, bucket_bytes: int, overlap: bool, apart: Collection[str] = ()
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        group: Group,
+        *,
+        bucket_bytes: int,
+        overlap: bool,
+        apart: Collection[str] = (),
+        reduction: Callable[[Group], Reduction] = Exact,
+        windows: Windows | None = None,
     ) -> None:
         self._group = group
         self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
-        self._works: list[Work] = []
+        self._reduction = reduction(group)
         self._buckets = GradientBuckets(
-            named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, num_extra=lambda num_entries: num_entries, apart=apart
+            named,
+            bucket_bytes=bucket_bytes,
+            start=self._start,
+            overlap=overlap,
+            num_extra=lambda num_entries: num_entries,
+            apart=apart,
+            allocate=allocation(windows, group.rank),
         )
 
     @property
@@ -39,8 +58,15 @@ class AllReduce(Exchange):
     def owners(self) -> None:
         return None
 
+    @property
+    def one_copy(self) -> bool:
+        return False
+
+    def open(self) -> Steps[None]:
+        return
+        yield
+
     def begin_step(self) -> None:
-        self._works.clear()
         self._buckets.begin_step()
 
     def begin_last_chunk(self) -> None:
@@ -54,15 +80,10 @@ class AllReduce(Exchange):
 
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
-        yield
-        for work in self._works:
-            work.wait()
-        divisor = float(weight)
+        yield from self._reduction.finish(self._buckets.buckets, float(weight))
         gradients: dict[str, Tensor | None] = {}
         for bucket in self._buckets.buckets:
             used = bucket.flat[bucket.length : bucket.length + len(bucket.entries)].tolist()
-            if divisor != 1.0:
-                bucket.flat[: bucket.length].div_(divisor)
             for entry, is_used in zip(bucket.entries, used, strict=True):
                 gradients[entry.name] = bucket.flat[entry.start : entry.stop] if is_used else None
         yield from self._buckets.share_order(self._group)
@@ -77,7 +98,7 @@ class AllReduce(Exchange):
         yield
 
     def bytes_per_step(self) -> dict[str, int]:
-        return {"all_reduce": sum(bucket.num_bytes for bucket in self._buckets.buckets)}
+        return self._reduction.bytes_per_step(self._buckets.buckets)
 
     def bytes_once(self) -> dict[str, int]:
         return {"broadcast": 8 * len(self._buckets.buckets)}
@@ -86,4 +107,4 @@ class AllReduce(Exchange):
         with torch.no_grad():
             used = bucket.flat[bucket.length :]
             used.copy_(torch.tensor([float(entry.arrived) for entry in bucket.entries], dtype=used.dtype))
-        self._works.append(self._group.all_reduce(bucket.flat))
+        self._reduction.start(bucket)

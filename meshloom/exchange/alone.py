@@ -25,6 +25,14 @@ class Alone(Exchange):
     def owners(self) -> None:
         return None
 
+    @property
+    def one_copy(self) -> bool:
+        return False
+
+    def open(self) -> Steps[None]:
+        return
+        yield
+
     def begin_step(self) -> None:
         for slice_ in self._owned:
             slice_.parameter.grad = None

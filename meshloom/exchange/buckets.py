@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.comm.windows import Extent, separate
 from meshloom.errors import TrainingError
 from meshloom.graph.landing import Room
 
@@ -61,6 +62,7 @@ class GradientBuckets:
     bucket is a multiple of it. num_extra: of the number of entries, how many elements to add for the exchange's own use.
     overlap: start buckets during the last chunk's backward, or only in `start_rest`. apart: names of parameters that share no bucket with others:
     those that other groups of ranks hold too, and lay out alike, so that the same sums and updates come out bit by bit.
+    allocate: makes the buckets' flat tensors, of zeros.
     """
 
     def __init__(
@@ -73,8 +75,11 @@ class GradientBuckets:
         multiple: int = 1,
         num_extra: Callable[[int], int] = lambda num_entries: 0,
         apart: Collection[str] = (),
+        allocate: Callable[[Sequence[Extent]], list[Tensor]] = separate,
     ) -> None:
-        self.buckets = [_bucket(entries, multiple, num_extra(len(entries))) for entries in _group(named, bucket_bytes, apart)]
+        grouped = _group(named, bucket_bytes, apart)
+        flats = allocate([_extent(entries, multiple, num_extra(len(entries))) for entries in grouped])
+        self.buckets = [_bucket(entries, flat) for entries, flat in zip(grouped, flats, strict=True)]
         self._place = {
             id(entry.parameter): (bucket, entry, view) for bucket in self.buckets for entry, view in zip(bucket.entries, bucket.views, strict=True)
         }
@@ -189,12 +194,16 @@ def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, apart: 
     return [group for groups in kinds.values() for group in groups]
 
 
-def _bucket(named: Sequence[tuple[str, nn.Parameter]], multiple: int, num_extra: int) -> Bucket:
+def _extent(named: Sequence[tuple[str, nn.Parameter]], multiple: int, num_extra: int) -> Extent:
+    length = num_extra + sum(parameter.numel() for _, parameter in named)
+    first = named[0][1]
+    return Extent(num_elements=-(-length // multiple) * multiple, dtype=first.dtype, device=first.device)
+
+
+def _bucket(named: Sequence[tuple[str, nn.Parameter]], flat: Tensor) -> Bucket:
     entries: list[Entry] = []
     length = 0
     for name, parameter in named:
         entries.append(Entry(name, parameter, length, length + parameter.numel()))
         length += parameter.numel()
-    padded = -(-(length + num_extra) // multiple) * multiple
-    first = named[0][1]
-    return Bucket(entries=entries, flat=torch.zeros(padded, dtype=first.dtype, device=first.device), length=length)
+    return Bucket(entries=entries, flat=flat, length=length)

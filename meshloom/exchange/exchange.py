@@ -8,6 +8,8 @@ A step of one rank, in order, with other ranks' steps in between (`Steps` yields
     (the one optimizer path clips and updates what this rank owns)
     yield from publish()        -> everybody's parameters are up to date
 
+Before the first of them: `yield from open()`.
+
 An exchange never waits in `begin_step` and `gradient_ready`, so that lockstep ranks cannot deadlock.
 """
 
@@ -51,6 +53,8 @@ class Ownership(Protocol):
     def owned(self) -> Sequence[Slice]: ...
     @property
     def owners(self) -> Group | None: ...
+    @property
+    def one_copy(self) -> bool: ...
 
 
 class Exchange(ABC):
@@ -65,6 +69,15 @@ class Exchange(ABC):
     @abstractmethod
     def owners(self) -> Group | None:
         """The ranks among which every element has exactly one owner; None: this rank owns everything."""
+
+    @property
+    @abstractmethod
+    def one_copy(self) -> bool:
+        """Whether `owners` have one copy of the parameters in common: what is written of them on one rank is written on all."""
+
+    @abstractmethod
+    def open(self) -> Steps[None]:
+        """Once, before anybody reads parameters."""
 
     @abstractmethod
     def begin_step(self) -> None:

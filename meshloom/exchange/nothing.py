@@ -21,6 +21,14 @@ class Nothing(Exchange):
     def owners(self) -> None:
         return None
 
+    @property
+    def one_copy(self) -> bool:
+        return False
+
+    def open(self) -> Steps[None]:
+        return
+        yield
+
     def begin_step(self) -> None:
         pass
 

@@ -1,4 +1,4 @@
-"""Every replica receives one dp-th of the summed gradients, owns and updates that, and sends it to the others (ZeRO-1).
+"""Every replica receives one dp-th of the summed gradients, owns and updates that, and the others get to see it (ZeRO-1).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1.
 
@@ -6,63 +6,82 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     rank 0       [ sum | ... | ... ]          [ updated | <- gathered ------> ]
     rank 1       [ ... | sum | ... ]          [ <------ | updated | <-------- ]
     rank 2       [ ... | ... | sum ]          [ <---------------- | updated   ]
+
+On one host there may be one bucket of parameters for all ranks, and nothing is gathered (`shared.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
+from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
+from meshloom.exchange.copies import Copies, OneEach, segment
 from meshloom.exchange.exchange import Exchange, Slice
+from meshloom.exchange.slices import OwnedSlices, by_name
 from meshloom.graph.landing import Room
 
 
 class ZeroOne(Exchange):
-    """Gradients are reduce-scattered over `group`, updated parameters all-gathered.
+    """Gradients are reduce-scattered over `group`; where parameters lie and how updates become visible, `copies` knows.
 
-    Parameters are moved into flat buckets laid out like those of the gradients, so that a rank's share of a bucket is one
-    contiguous piece of both. Their shapes, names and identity stay.
+    windows: `group`, if its ranks can have memory in common; then gradients are summed where they lie, a rank's share in its place.
+    copies: makes the home of the parameters, of the gradients' buckets and the group.
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], group: Group, *, bucket_bytes: int, overlap: bool, apart: Collection[str] = ()
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        group: Group,
+        *,
+        bucket_bytes: int,
+        overlap: bool,
+        apart: Collection[str] = (),
+        windows: Windows | None = None,
+        copies: Callable[[Sequence[Bucket], Group], Copies] = OneEach,
     ) -> None:
         self._group = group
         self._works: list[Work] = []
-        self._buckets = GradientBuckets(named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, multiple=group.size, apart=apart)
-        self._gradients = [torch.zeros_like(self._segment(bucket.flat)) for bucket in self._buckets.buckets]
-        self._parameters = [_move_into_flat(bucket) for bucket in self._buckets.buckets]
+        self._buckets = GradientBuckets(
+            named,
+            bucket_bytes=bucket_bytes,
+            start=self._start,
+            overlap=overlap,
+            multiple=group.size,
+            apart=apart,
+            allocate=allocation(windows, group.rank),
+        )
+        shares = [segment(bucket.flat, group) for bucket in self._buckets.buckets]
+        self._gradients = shares if windows else [torch.zeros_like(share) for share in shares]
+        self._copies = copies(self._buckets.buckets, group)
         self._used = torch.zeros(len(named), dtype=torch.uint8, device=self._buckets.buckets[0].flat.device)
         self._is_used: list[bool] = []
-        self._owned: list[Slice] = []
-        self._positions: list[tuple[int, int, int, int]] = []  # (bucket, start and stop within this rank's segment, entry's number in `used`)
-        number = 0
-        for index, bucket in enumerate(self._buckets.buckets):
-            length = bucket.flat.numel() // group.size
-            first = group.rank * length
-            for entry in bucket.entries:
-                start, stop = max(entry.start, first), min(entry.stop, first + length)
-                if start < stop:
-                    self._owned.append(Slice(entry.name, entry.parameter, start - entry.start, stop - entry.start))
-                    self._positions.append((index, start - first, stop - first, number))
-                number += 1
+        self._mine = OwnedSlices(self._buckets.buckets, group.rank, group.size)
 
     @property
     def owned(self) -> Sequence[Slice]:
-        return self._owned
+        return self._mine.slices
 
     @property
     def owners(self) -> Group:
         return self._group
 
+    @property
+    def one_copy(self) -> bool:
+        return self._copies.is_one
+
+    def open(self) -> Steps[None]:
+        yield from self._copies.open()
+
     def begin_step(self) -> None:
         self._works.clear()
         self._buckets.begin_step()
+        self._copies.begin_step()
 
     def begin_last_chunk(self) -> None:
         self._buckets.begin_last_chunk()
@@ -75,8 +94,10 @@ class ZeroOne(Exchange):
 
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
+        self._copies.computed()
         arrived = [entry.arrived for bucket in self._buckets.buckets for entry in bucket.entries]
         self._used.copy_(torch.tensor(arrived, dtype=torch.uint8))
+        # Started here and not before: who has waited for it knows that nobody computes with the old parameters any more.
         self._works.append(self._group.all_reduce(self._used, "max"))
         yield
         for work in self._works:
@@ -86,34 +107,23 @@ class ZeroOne(Exchange):
             gradient.div_(divisor)
         self._is_used = [bool(each) for each in self._used.tolist()]
         yield from self._buckets.share_order(self._group)
-        return [self._gradients[index][start:stop] if self._is_used[number] else None for index, start, stop, number in self._positions]
+        return self._mine.gradients(self._gradients, self._is_used)
 
     def publish(self) -> Steps[None]:
-        # The segment is copied, because an all-gather may not read what it writes.
-        works = [self._group.all_gather(flat, self._segment(flat).clone()) for flat in self._parameters]
-        yield
-        for work in works:
-            work.wait()
+        yield from self._copies.publish()
 
     def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        pieces = [torch.zeros_like(each) for each in self._gradients]
-        for each, (index, start, stop, _) in zip(gradients, self._positions, strict=True):
-            if each is not None:
-                pieces[index][start:stop] = each
+        pieces = self._mine.shares(gradients, self._gradients)
         whole = [torch.zeros_like(bucket.flat) for bucket in self._buckets.buckets]
         works = [self._group.all_gather(flat, piece) for flat, piece in zip(whole, pieces, strict=True)]
         yield
         for work in works:
             work.wait()
-        entries = [(entry, flat) for bucket, flat in zip(self._buckets.buckets, whole, strict=True) for entry in bucket.entries]
-        return {
-            entry.name: flat[entry.start : entry.stop].view(entry.parameter.shape) if used else None
-            for (entry, flat), used in zip(entries, self._is_used, strict=True)
-        }
+        return by_name(self._buckets.buckets, whole, self._is_used)
 
     def bytes_per_step(self) -> dict[str, int]:
         total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
-        return {"reduce_scatter": total, "all_gather": total // self._group.size, "all_reduce": self._used.numel()}
+        return {"reduce_scatter": total, "all_reduce": self._used.numel(), **self._copies.bytes_per_step()}
 
     def bytes_once(self) -> dict[str, int]:
         return {"broadcast": 8 * len(self._buckets.buckets)}
@@ -122,17 +132,3 @@ class ZeroOne(Exchange):
         bucket.flat[bucket.length :].zero_()
         index = next(index for index, other in enumerate(self._buckets.buckets) if other is bucket)
         self._works.append(self._group.reduce_scatter(self._gradients[index], bucket.flat))
-
-    def _segment(self, flat: Tensor) -> Tensor:
-        length = flat.numel() // self._group.size
-        return flat[self._group.rank * length : (self._group.rank + 1) * length]
-
-
-def _move_into_flat(bucket: Bucket) -> Tensor:
-    """A bucket of the parameters' values, which the parameters then share."""
-    flat = torch.zeros_like(bucket.flat)
-    for entry in bucket.entries:
-        view = flat[entry.start : entry.stop].view(entry.parameter.shape)
-        view.copy_(entry.parameter.data)
-        entry.parameter.data = view
-    return flat

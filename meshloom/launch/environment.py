@@ -32,6 +32,11 @@ def launched_devices(devices: str) -> str:
     return os.environ.get("MESHLOOM_DEVICES", devices) if devices == "auto" else devices
 
 
+def launched_transport(transport: str) -> str:
+    """What to use for `transport` "auto": what the user, or our launcher for him, has set for all ranks."""
+    return os.environ.get("MESHLOOM_TRANSPORT", transport) if transport == "auto" else transport
+
+
 def report_descriptor() -> int | None:
     """The pipe to our launcher; None if there is none."""
     descriptor = os.environ.get("MESHLOOM_REPORT_FD")
@@ -126,7 +131,7 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in found.groups()) if found else nodes
 
 
-def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: str) -> dict[str, str]:
+def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: str, transport: str = "auto") -> dict[str, str]:
     """The whole environment of a rank that this process starts; the store listens on `port` of this machine."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     replaceable = {
@@ -144,6 +149,7 @@ def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: s
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is hosted by whoever started the ranks, as under torchrun
         "MESHLOOM_PLAN": plan_text,
         "MESHLOOM_DEVICES": devices,
+        "MESHLOOM_TRANSPORT": launched_transport(transport),
     }
     return {**replaceable, **os.environ, **told}
 

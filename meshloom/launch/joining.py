@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 
 from meshloom.comm.activity import PAGE_BYTES, Activity, is_page
-from meshloom.comm.c10d import C10dGroup
-from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
+from meshloom.comm.shm import why_not
 from meshloom.comm.turns import Turns
 from meshloom.errors import DeviceError, PeerLostError
+from meshloom.launch.connecting import Connections
 from meshloom.launch.devices import Kind
-from meshloom.launch.environment import Seat, activity_descriptor, cores, launched_devices
+from meshloom.launch.environment import Seat, activity_descriptor, cores, launched_devices, launched_transport
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.telling import STACK_SIGNAL, tell
+from meshloom.launch.transport import agreed_transports
 from meshloom.launch.wording import counted, rank_name, used_axes, visible_gpus
 from meshloom.launch.world import LocalRank, World
 from meshloom.mesh import Mesh
@@ -34,8 +35,8 @@ from meshloom.mesh import Mesh
 FAREWELL_SECONDS = 5.0  # how long a rank that is done waits for the others before its connections close
 
 
-def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
-    """Meet the other ranks in the store, agree on devices, connect. Raises `PeerLostError` if they do not come within `timeout`."""
+def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: str = "auto") -> World:
+    """Meet the other ranks in the store, agree on devices and on what to talk through, connect. Raises `PeerLostError` if they do not come within `timeout`."""
     tell({"event": "joining"})
     activity = _open_activity()
     activity.enter("joining")
@@ -50,20 +51,9 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
         both = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if ours:
             dist.init_process_group(both, store=dist.PrefixStore("world", store), rank=seat.rank, world_size=seat.size, timeout=timeout)
-        made: list[dist.ProcessGroup] = []
-
-        def connect(members: Iterable[tuple[int, ...]], backend: str) -> Group:
-            """Make a group of each of `members`, which all ranks do together; the one that this rank is in."""
-            mine: Group | None = None
-            for ranks in members:
-                process_group = dist.new_group(list(ranks), timeout, backend)
-                if seat.rank in ranks:
-                    assert isinstance(process_group, dist.ProcessGroup)
-                    made.append(process_group)
-                    mine = C10dGroup(process_group, [rank_name(rank, mesh) for rank in ranks], device if "nccl" in backend else None, activity)
-            assert mine
-            return mine
-
+        transports = agreed_transports(dist.PrefixStore("transport", store), seat.rank, mesh, launched_transport(transport), why_not())
+        connections = Connections(mesh, seat.rank, dist.PrefixStore("groups", store), transports, device, timeout, activity)
+        connect = connections.connect
         world = connect([tuple(range(mesh.size))], "gloo")
         local = LocalRank(
             rank=seat.rank,
@@ -83,14 +73,15 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta) -> World:
         ) from error
     if kind == "cuda":
         torch.cuda.set_device(device)
-        used = "one GPU each"
+        used, talking = "one GPU each", ""
     else:
         used = f"{counted(torch.get_num_threads(), 'thread')} each"
+        talking = f", {transports.text(mesh)}"
     here = f"{seat.local_size} on each machine's" if seat.local_size < seat.size else "on"
-    why = f"{kind}: {counted(seat.size, 'rank')} as processes {here} {counted(cores(), 'core')}, {used} ({reason})"
+    why = f"{kind}: {counted(seat.size, 'rank')} as processes {here} {counted(cores(), 'core')}, {used} ({reason}){talking}"
     activity.enter("own code")
     tell({"event": "joined"})
-    return World(mesh, [local], kind, why, Turns(), _parting(mesh, local, store, made, ours))
+    return World(mesh, [local], kind, why, Turns(), _parting(mesh, local, store, connections, ours))
 
 
 def _open_activity() -> Activity:
@@ -107,7 +98,7 @@ def _open_activity() -> Activity:
     return Activity()
 
 
-def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, made: list[dist.ProcessGroup], ours: bool) -> Callable[[bool], None]:
+def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, connections: Connections, ours: bool) -> Callable[[bool], None]:
     """What ends a rank's world, and until then reports what the user's script does not catch."""
     previous = sys.excepthook
 
@@ -119,7 +110,8 @@ def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, made: list[dist.Pr
         if well and sys.excepthook is uncaught:  # after a failure the error is still on its way up
             sys.excepthook = previous
         if well and _meet_again(local.rank, mesh.size, store):
-            for process_group in [None] if ours else made:
+            connections.close()
+            for process_group in [None] if ours else connections.process_groups:
                 dist.destroy_process_group(process_group)
         else:  # destroying would wait for operations that the others may never join
             for group in (*local.groups.values(), local.statistics, local.world, local.readers, *([local.team] if local.team else [])):

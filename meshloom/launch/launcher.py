@@ -28,10 +28,11 @@ STACK_SECONDS = 0.5  # that a rank which hangs is given to print where
 GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
 
 
-def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str, hang_seconds: float = DEFAULT_SECONDS) -> int:
+def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str, hang_seconds: float = DEFAULT_SECONDS, transport: str = "auto") -> int:
     """Run `command` once per rank, as processes of this machine, until all have ended; the exit code.
 
     devices: "cuda" or "cpu", as `choose_devices` said; ranks find it, and the plan, in their environment.
+    transport: what they talk through, one of `TRANSPORTS`; ranks find it likewise.
     hang_seconds: how long a rank may hang before the run is ended; 0: for ever. See hang.py.
     stdout is rank 0's; what the others print goes to stderr, with their rank. The first failure ends all ranks and is printed to
     stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129. No process of the ranks is left, whatever happens.
@@ -39,7 +40,7 @@ def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str, hang
     with _noted_signals() as signals:
         with Guard() as guard, _Ranks(guard) as ranks:
             hang = HangWatch(mesh, hang_seconds) if hang_seconds else None
-            outcome = ranks.start(command, mesh, devices, plan_text, signals) or ranks.watch(signals, hang)
+            outcome = ranks.start(command, mesh, devices, plan_text, transport, signals) or ranks.watch(signals, hang)
             ranks.end(signals)
         if outcome.text:
             with suppress(OSError):  # the terminal is gone; the exit code still says it
@@ -92,7 +93,7 @@ class _Ranks:
             self._selector.close()
             self._store = None
 
-    def start(self, command: list[str], mesh: Mesh, devices: str, plan_text: str, signals: list[int]) -> _Outcome | None:
+    def start(self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]) -> _Outcome | None:
         """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""
         # The store takes over a socket that is bound already, to this machine alone.
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -102,7 +103,8 @@ class _Ranks:
             if outcome := _stopped(signals):
                 return outcome
             try:
-                rank = RankProcess(number, rank_name(number, mesh), command, rank_environment(number, mesh.size, port, devices, plan_text))
+                environment = rank_environment(number, mesh.size, port, devices, plan_text, transport)
+                rank = RankProcess(number, rank_name(number, mesh), command, environment)
             except OSError as error:
                 return _Outcome(1, f"Rank {number} could not be started: {error}.")
             self._ranks.append(rank)

@@ -9,19 +9,22 @@ from meshloom.launch.devices import check_devices
 from meshloom.launch.environment import current_seat
 from meshloom.launch.joining import join
 from meshloom.launch.one_process import world_in_one_process
+from meshloom.launch.transport import check_transport
 from meshloom.launch.wording import counted, sizes
 from meshloom.launch.world import World
 from meshloom.mesh import Mesh
 
 
-def open_world(mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0) -> World:
+def open_world(mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0, transport: str = "auto") -> World:
     """Join the other processes if this one was started as a rank; otherwise keep all ranks in this process.
 
     devices: one of `DEVICES`.
     timeout_seconds: how long a rank waits for the others, in joining and in every collective, before it gives up.
-    Raises `PlanError` if the mesh has another size than there are processes, `DeviceError` if the devices are not there.
+    transport: one of `TRANSPORTS`: what processes talk through.
+    Raises `PlanError` if the mesh has another size than there are processes, `DeviceError` if the devices or the transport are not there.
     """
     check_devices(devices)
+    check_transport(transport)
     seat = current_seat()
     size = seat.size if seat else 1
     if size > 1 and devices.startswith("simulated"):
@@ -33,5 +36,5 @@ def open_world(mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0
             f"Start {mesh.size} (torchrun --nproc-per-node {mesh.size} on one machine), or use a plan of {size}, like dp={size}."
         )
     if seat and size > 1:
-        return join(mesh, seat, devices, timedelta(seconds=timeout_seconds))
+        return join(mesh, seat, devices, timedelta(seconds=timeout_seconds), transport)
     return world_in_one_process(mesh, devices)

@@ -66,28 +66,32 @@ def predict_memory(
     microbatches: int = 1,
     dp: int = 1,
     zero: int = 0,
+    one_copy: bool = False,
 ) -> Memory:
     """Memory of a step of `program`, which is that of one chunk, on each of `dp` devices.
 
     optimizer: the job's function, given parameters without values. microbatches: chunks per device and step.
     zero: 1 divides the optimizer's state over the devices, which is exact for optimizers that update each element by itself. Of the
     exchange, the flat buckets of gradients and parameters are counted (without their padding), not what the transport itself needs.
+    one_copy: the devices are ranks of one host that have the parameters and the optimizer's state once; each is counted its share of them.
     """
     if microbatches < 1 or dp < 1 or zero not in (0, 1):
         raise PlanError(f"Memory is predicted for microbatches >= 1, dp >= 1 and zero 0 or 1, not microbatches={microbatches}, dp={dp}, zero={zero}.")
     step = FakeStep(program, optimizer, microbatches=min(microbatches, 2), bucketed=dp > 1)  # from the second on they are all alike
-    divided = dp if zero else 1
-    buckets = (step.trainable_bytes if dp > 1 else 0) + (-(-step.trainable_bytes // dp) if zero and dp > 1 else 0)
+    divided = dp if zero or one_copy else 1
+    # Where parameters are one copy, a rank's sums lie in its bucket.
+    buckets = (step.trainable_bytes if dp > 1 else 0) + (-(-step.trainable_bytes // dp) if zero and dp > 1 and not one_copy else 0)
+    parameters = -(-step.parameter_bytes // dp) if one_copy else step.parameter_bytes
     state = -(-step.optimizer_bytes // divided)
     held = program.inputs if program.device.type != "cpu" else program.inputs * microbatches  # other devices get one chunk at a time
     batch = sum(_num_bytes(each.meta) for each in held)
-    standing = step.parameter_bytes + step.buffer_bytes + step.constant_bytes + state + batch + buckets
+    standing = parameters + step.buffer_bytes + step.constant_bytes + state + batch + buckets
     peaks = {phase: standing + num_bytes for phase, num_bytes in step.peaks.items()}
-    if divided > 1:
+    if divided > 1 and not one_copy:
         peaks["publish"] = standing + -(-step.parameter_bytes // dp)  # each rank's part is copied to be sent
     phase = max(peaks, key=lambda each: peaks[each])
     return Memory(
-        parameters=step.parameter_bytes,
+        parameters=parameters,
         gradients=step.gradient_bytes + buckets,
         optimizer=state,
         buffers=step.buffer_bytes,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -11,13 +13,29 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from meshloom.errors import JobError
 from meshloom.job import Job, NamedParameters
+from meshloom.state.elementwise import Reach, reach
 from meshloom.state.json_values import NotPlainError, to_json
 
 
-def make_optimizers(job: Job, named_parameters: NamedParameters) -> tuple[Any, list[Optimizer]]:
-    """What `job.optimizer` returns for the parameters, and the same as a list. Raises `JobError` for what cannot be used."""
-    made = _call(job, named_parameters)
-    return made, _check(made, {id(parameter): name for name, parameter in named_parameters})
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What the job's optimizer function returned, and the same as a list. elementwise: the job's."""
+
+    returned: Any
+    optimizers: list[Optimizer]
+    elementwise: bool | None
+
+    @cached_property
+    def reaches(self) -> list[Reach]:
+        """How far each optimizer looks. To be asked before their parameters are replaced by slices."""
+        return [reach(each, elementwise=self.elementwise) for each in self.optimizers]
+
+
+def make_optimizers(job: Job, named_parameters: NamedParameters) -> Made:
+    """Call `job.optimizer` with the parameters. Raises `JobError` for what cannot be used."""
+    returned = _call(job, named_parameters)
+    optimizers = _check(returned, {id(parameter): name for name, parameter in named_parameters})
+    return Made(returned=returned, optimizers=optimizers, elementwise=job.elementwise)
 
 
 def make_schedulers(job: Job, made: Any) -> list[Any]:

@@ -8,6 +8,7 @@ The optimizer objects stay, because schedulers hold them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,11 +24,12 @@ from meshloom.errors import CheckpointError, JobError
 from meshloom.exchange.exchange import Ownership
 from meshloom.job import Job, NamedParameters
 from meshloom.mesh import Axis
+from meshloom.state.average_state import average_state
 from meshloom.state.checkpoint import Piece
 from meshloom.state.clipping import clip
-from meshloom.state.elementwise import Reach, reach
+from meshloom.state.elementwise import Reach
 from meshloom.state.json_values import from_json
-from meshloom.state.made import make_optimizers, make_schedulers, scheduler_values
+from meshloom.state.made import Made, make_optimizers, make_schedulers, scheduler_values
 from meshloom.state.optimizer_state import Held, StatePart, load_settings, load_state, settings, state_pieces
 from meshloom.state.shards import Shards
 from meshloom.state.whole import WholeParameters, divide
@@ -42,6 +44,8 @@ class Updater:
     updated. `job.elementwise` overrides the trial: True updates slices, False whole parameters; None finds out.
     shards, parts: where parameters are divided over tp, how, and what the model holds of them now under the same names; `exchange` is over these.
     stages: the ranks along pp, each of which updates other parameters: those in `parts`.
+    num_keepers: where the exchange has owners, of how many, the first ones, whole parameters may be; None: of all.
+    made: what the job's optimizer function has made of the named parameters, if it was called already.
     Parameters that every rank of tp holds whole are updated by each of them, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -54,24 +58,28 @@ class Updater:
         shards: Shards | None = None,
         parts: NamedParameters | None = None,
         stages: Group | None = None,
+        num_keepers: int | None = None,
+        made: Made | None = None,
     ) -> None:
         self._job = job
         self._stages = stages
+        self._num_keepers = num_keepers
         self._here = {name for name, _ in parts} if parts is not None and stages is not None else None
         self._exchange = exchange
         self._shards = shards or Shards({}, None)
         self._device = named_parameters[0][1].device
         names = {id(parameter): name for name, parameter in named_parameters}
-        made, self._optimizers = make_optimizers(job, named_parameters)
+        made = made or make_optimizers(job, named_parameters)
+        self._optimizers = made.optimizers
         divided = exchange.owners is not None or bool(self._shards.pieces) or stages is not None
-        reaches: list[Reach] = [reach(each, elementwise=job.elementwise) if divided else "element" for each in self._optimizers]
+        reaches: list[Reach] = made.reaches if divided else ["element"] * len(self._optimizers)
         if stages is not None and "optimizer" in reaches:
             kind = type(self._optimizers[reaches.index("optimizer")]).__name__
             raise JobError(
                 f"{kind} looks at all parameters at once, and with pp={stages.size} no rank has them all. Use pp=1, an optimizer that updates each "
                 "parameter by itself, or Job(elementwise=True) if it does."
             )
-        self._schedulers = make_schedulers(job, made)
+        self._schedulers = make_schedulers(job, made.returned)
         self._held: list[list[Held]] = []  # by optimizer
         self._targets: list[nn.Parameter | None] = [None] * len(exchange.owned)  # whose .grad an owned slice's gradient becomes
         self._kept: list[nn.Parameter] = []  # whole parameters that this rank updates although it owns only slices or parts
@@ -116,6 +124,18 @@ class Updater:
         for scheduler in self._schedulers:
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         return norm
+
+    def forget(self) -> None:
+        """Parameters have new values that no update made."""
+        if self._from_parts:
+            self._from_parts.forget()
+
+    def average_state(self, group: Group, talk: Group) -> Steps[dict[str, int]]:
+        """Replicas that have stepped by themselves get the same state; bytes handed to each kind of collective. Arguments: of `average_state`."""
+        total: Counter[str] = Counter()
+        for optimizer, held in zip(self._optimizers, self._held, strict=True):
+            total.update((yield from average_state(optimizer, held, group, talk)))
+        return dict(total)
 
     def learning_rates(self) -> list[float]:
         """Of every group of every optimizer that has one."""
@@ -177,8 +197,7 @@ class Updater:
         for optimizer, held, saved in zip(self._optimizers, self._held, values["optimizers"], strict=True):
             load_state(optimizer, held, read, shapes)
             load_settings(optimizer, saved)
-        if self._from_parts:
-            self._from_parts.forget()
+        self.forget()
         for scheduler, saved in zip(self._schedulers, values["schedulers"], strict=True):
             scheduler.load_state_dict(from_json(saved))
 
@@ -188,8 +207,9 @@ class Updater:
         names: of the whole parameters, by id. A whole parameter has keepers along dp, to which slices of its parts come (`WholeParameters`), and
         if it is divided over tp keepers among those along tp, to which the parts come (`WholeFromParts`).
         """
-        owners, shards = self._exchange.owners, self._shards
-        num_owners, here = (owners.size, owners.rank) if owners else (1, 0)
+        owners, shards, one_copy = self._exchange.owners, self._shards, self._exchange.one_copy
+        assert not (one_copy and "optimizer" in reaches), "every rank would update the one copy"
+        num_owners, here = (self._num_keepers or owners.size, owners.rank) if owners else (1, 0)
         whole: dict[str, nn.Parameter] = {}
         everywhere: set[str] = set()
         for optimizer, how in zip(self._optimizers, reaches, strict=True):
@@ -219,7 +239,9 @@ class Updater:
         if not whole:
             return
         if owners is not None:
-            self._whole = WholeParameters([parts[name] for name in whole], [keepers[name][0] for name in whole], self._exchange.owned, owners)
+            self._whole = WholeParameters(
+                [parts[name] for name in whole], [keepers[name][0] for name in whole], self._exchange.owned, owners, one_copy=one_copy
+            )
             self._kept += [parts[name] for name in whole if here in keepers[name][0] and name in shards.pieces]
         else:
             self._targets = [

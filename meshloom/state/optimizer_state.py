@@ -87,7 +87,7 @@ def load_state(optimizer: Optimizer, held: Sequence[Held], read: Callable[[str, 
     for each in held:
         state = {path.rsplit("/", 1)[1]: _load(path, each, read, shapes) for path in saved.get(each.name, ())}
         if state:
-            optimizer.state[each.tensor] = {key.removesuffix(_JSON): _place(value, key, each.tensor, optimizer) for key, value in state.items()}
+            optimizer.state[each.tensor] = {key.removesuffix(_JSON): place_state(value, key, each.tensor, optimizer) for key, value in state.items()}
 
 
 def settings(optimizer: Optimizer) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _load(path: str, held: Held, read: Callable[[str, int, int], Tensor], shapes
     return held.cut(read(path, 0, count).view(shape)) if held.shards else read(path, held.start, held.stop).view(held.tensor.shape)
 
 
-def _place(value: Any, key: str, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
+def place_state(value: Any, key: str, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
     """Put a state tensor where torch's optimizers keep it: beside the parameter, step counters on the host."""
     if not isinstance(value, Tensor):
         return value

@@ -17,6 +17,7 @@ class Tally:
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._own = self.sums
         self._one = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=device) for is_mean in (False, True)}
 
     def begin(self) -> None:
@@ -34,6 +35,15 @@ class Tally:
         self.sums[1] += weight
         self.sums[2:] += self._one[is_mean]
         return (loss / chunk.batch if is_mean else loss), loss, weight
+
+    def keep_own(self) -> None:
+        """The sums are complete, and those of this replica alone."""
+        self._own = self.sums.clone()
+
+    def own_divisor(self, batch: int) -> Tensor:
+        """What this replica's gradients are still to be divided by to be the mean over its own share; 1 where the share has no weight."""
+        _, weight, _, num_means = self._own.tolist()
+        return torch.tensor(weight / batch if num_means else weight or 1.0, dtype=torch.float64)
 
     def result(self, batch: int) -> tuple[float, float, Tensor]:
         """When the sums are those of all ranks: loss, weight, and what gradients are still to be divided by. batch: samples of the global batch."""

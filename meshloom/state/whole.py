@@ -52,10 +52,12 @@ class WholeParameters:
     """How gradients of `parameters` reach their keepers, and updated values the owners of their elements.
 
     parameters: in the same order on all ranks. keepers: for each, the ranks of `group` that update it: one, or all.
-    owned: what this rank owns of any parameter.
+    owned: what this rank owns of any parameter. one_copy: the parameters are the same memory on all ranks, so nothing needs to go back.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], keepers: Sequence[Sequence[int]], owned: Sequence[Slice], group: Group) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], keepers: Sequence[Sequence[int]], owned: Sequence[Slice], group: Group, *, one_copy: bool = False
+    ) -> None:
         self._parameters = list(parameters)
         self._keepers = [tuple(ranks) for ranks in keepers]
         self._group = group
@@ -65,7 +67,7 @@ class WholeParameters:
         self._mine = [_Part(number[id(slice_.parameter)], slice_.start, slice_.stop) for slice_ in self._slices]
         self._parts: list[list[_Part]] | None = None  # of every rank, once known
         self._dtypes = sorted({parameter.dtype for parameter in parameters}, key=str)
-        self._goes_back = any(len(ranks) < group.size for ranks in self._keepers)
+        self._goes_back = not one_copy and any(len(ranks) < group.size for ranks in self._keepers)
 
     def prepare(self) -> Steps[None]:
         """Learn who owns what. Does nothing but the first time."""

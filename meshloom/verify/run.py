@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect
+from meshloom.errors import PlanError
 from meshloom.job import Job
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.replica import Replica, StepResult
@@ -37,15 +38,25 @@ from meshloom.verify.watch import ModuleWatch, digest_values
 
 
 def verify(
-    job: Job, plan: Plan, *, devices: str = "auto", steps: int = 3, dtype: torch.dtype | None = None, timeout_seconds: float = 600.0
+    job: Job,
+    plan: Plan,
+    *,
+    devices: str = "auto",
+    steps: int = 3,
+    dtype: torch.dtype | None = None,
+    timeout_seconds: float = 600.0,
+    transport: str = "auto",
 ) -> Report | None:
     """Run `steps` steps of `job` under `plan` and on one device, and compare. None on ranks other than 0, which cannot tell.
 
     dtype: run both in this precision; float64 tells a mistake from rounding. Raises as the trainer does.
     """
+    check_promised(plan)
     keyed = replace(plan, keyed_draws=True)
     quiet = Listener(started=lambda text: None)  # the report says it
-    with Trainer(job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, dtype=dtype, listener=quiet) as trainer:
+    with Trainer(
+        job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet
+    ) as trainer:
         owned = trainer.together(_owned)[0]
         records = _plan_steps(trainer, dtype)
         if not trainer.world.main:
@@ -59,6 +70,15 @@ def verify(
             plan=str(plan), devices=trainer.world.why, precision=str(reference.precision).removeprefix("torch."), owned=owned,
             steps=found.steps, causes=causes, casts=found.comparer.casts, whole=found.whole,
         )  # fmt: skip
+
+
+def check_promised(plan: Plan) -> None:
+    """Raise `PlanError` naming the setting if the plan does not promise to equal one device."""
+    if plan.exempt:
+        raise PlanError(
+            f"{plan.exempt}: such a plan does not promise to compute what one device computes, so there is nothing to verify. "
+            "Verify it without that setting, and compare losses with it."
+        )
 
 
 def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:

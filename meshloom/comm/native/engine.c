@@ -264,8 +264,10 @@ static bool grown_to(ml_group *group, uint64_t end) {
 #ifdef __linux__
     if (group->arena_file >= 0) {
         int result;
-        do result = fallocate(group->arena_file, 0, (off_t)group->backed, (off_t)(wanted - group->backed));
-        while (result && errno == EINTR);
+        do {
+            result = fallocate(group->arena_file, 0, (off_t)group->backed, (off_t)(wanted - group->backed));
+            if (result && errno == ENOSPC && wanted > end) wanted = end, errno = EINTR; /* what is needed may fit where twice as much does not */
+        } while (result && errno == EINTR);
         if (result && errno != EOPNOTSUPP) {
             group->missing_bytes = end;
             return false;

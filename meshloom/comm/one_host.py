@@ -1,0 +1,39 @@
+"""Whether all ranks of a group run on one host; an error that names the hosts, if not."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshloom.errors import CollectiveError, PeerLostError
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # containers of one host have names of their own, but were booted together
+
+
+def check_one_host(store: dist.Store, rank: int, members: Sequence[str], timeout: timedelta) -> None:
+    """All members call it at once.
+
+    store: of their own. members: what to call each in errors.
+    Raises CollectiveError if they are on several hosts, PeerLostError if some do not come.
+    """
+    name = platform.node()
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else name
+    store.set(str(rank), f"{boot} {name}")
+    others = [str(each) for each in range(len(members))]
+    try:
+        store.wait(others, timeout)
+    except RuntimeError as error:
+        missing = [member for each, member in zip(others, members, strict=True) if not store.check([each])]
+        raise PeerLostError(
+            f"{members[rank]} waited {timeout.total_seconds():g} s for {', '.join(missing)} to join the group: {str(error).splitlines()[0]}"
+        ) from error
+    found = [store.get(each).decode().split(" ", 1) for each in others]
+    if len({boot for boot, _ in found}) > 1:
+        places = ", ".join(f"{member} on {host}" for member, (_, host) in zip(members, found, strict=True))
+        raise CollectiveError(
+            f"The shm backend joins ranks of one host, and these are on several ({places}). Use the backend gloo, or meshloom's launcher."
+        )

@@ -1,0 +1,28 @@
+"""The shared-memory transport as a backend of torch.distributed: DDP, FSDP2, DTensor, pipelining and checkpoints run on it unchanged.
+
+    import meshloom.comm.torch_backend
+    torch.distributed.init_process_group("shm")                  or "cpu:shm,cuda:nccl"
+
+For the ranks of one host. Tensors on a GPU travel through pinned host memory, so that several ranks may share one GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from meshloom.comm.shm import why_not
+from meshloom.comm.torch_group import ShmProcessGroup
+from meshloom.errors import DeviceError
+
+__all__ = ["ShmProcessGroup"]
+
+
+def _create(options: Any, _own_options: object) -> ShmProcessGroup:
+    return ShmProcessGroup(options)
+
+
+if reason := why_not():
+    raise DeviceError(f"The shm backend is not available: {reason}")
+dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,86 @@
+"""How torch.distributed calls a process group: the options it leaves out, the reductions it asks for, the errors it expects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshloom.comm.calls import Op
+from meshloom.comm.torch_work import TransportError
+from meshloom.errors import MeshloomError
+
+_Kind: Any = dist.ReduceOp.RedOpType
+
+BEFORE_TORCH_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
+_OPS = {
+    _Kind.SUM: "sum",
+    _Kind.AVG: "avg",
+    _Kind.PRODUCT: "product",
+    _Kind.MIN: "min",
+    _Kind.MAX: "max",
+    _Kind.BAND: "and",
+    _Kind.BOR: "or",
+    _Kind.BXOR: "xor",
+    _Kind.PREMUL_SUM: "sum",
+}
+
+
+def collective(options: Callable[[], Any] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For methods that carry tensors.
+
+    They hand the call to the backend of the tensors' device, and raise what callers of torch.distributed expect.
+    options: makes the last argument, where the caller has left it out.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        num_arguments = method.__code__.co_argcount - 1
+
+        @functools.wraps(method)
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
+            if options and len(arguments) + len(named) < num_arguments:
+                named["opts"] = options()
+            try:
+                other = self.carrier_of(_first_tensor(arguments))
+                return _named(other, method.__name__)(*arguments, **named) if other else method(self, *arguments, **named)
+            except MeshloomError as error:
+                raise TransportError(str(error)) from error
+
+        return call
+
+    return decorate
+
+
+def _named(group: Any, name: str) -> Any:
+    return getattr(group, name if hasattr(group, name) else BEFORE_TORCH_2_13[name])
+
+
+def op_of(kind: Any) -> Op:
+    return cast(Op, _OPS[kind.__getstate__()[0]])
+
+
+def scaled(tensor: Tensor, kind: Any) -> Tensor:
+    """What PREMUL_SUM sums."""
+    factor = kind.__getstate__()[1]
+    return tensor if factor is None else tensor * torch.as_tensor(factor, dtype=tensor.dtype, device=tensor.device)
+
+
+def _first_tensor(arguments: Sequence[Any]) -> Tensor | None:
+    """The first tensor among arguments that are tensors, lists of them, and lists of lists."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            return argument
+        if isinstance(argument, list) and (found := _first_tensor(cast(list[Any], argument))) is not None:
+            return found
+    return None

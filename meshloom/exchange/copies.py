@@ -1,0 +1,89 @@
+"""Where replicas keep the parameters of which each owns slices, and how the owners' updates reach the others.
+
+Parameters lie in flat buckets laid out like those of the gradients, so that a rank's share of a bucket is one contiguous piece of both.
+Their shapes, names and identity stay.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.windows import Extent
+from meshloom.exchange.buckets import Bucket
+from meshloom.exchange.slices import move_into_flat, share_of
+
+
+class Copies(ABC):
+    """One copy of the parameters for each replica, or one for several."""
+
+    @property
+    @abstractmethod
+    def is_one(self) -> bool:
+        """Whether all ranks have one memory, so that what a rank writes has been written for all."""
+
+    @abstractmethod
+    def open(self) -> Steps[None]:
+        """Once, before anybody reads parameters."""
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Chunks are about to be computed, here or on other ranks."""
+
+    @abstractmethod
+    def computed(self) -> None:
+        """This rank has computed its chunks; nobody has updated anything yet. Raises `TrainingError` if parameters changed meanwhile."""
+
+    @abstractmethod
+    def publish(self) -> Steps[None]:
+        """Return when all owners' updates can be read here."""
+
+    @abstractmethod
+    def bytes_per_step(self) -> dict[str, int]:
+        """Bytes that `publish` hands to each kind of collective."""
+
+
+class OneEach(Copies):
+    """Every replica has its own; what another rank owns is gathered from there."""
+
+    def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
+        self._group = group
+        self._flats = [move_into_flat(bucket) for bucket in buckets]
+
+    @property
+    def is_one(self) -> bool:
+        return False
+
+    def open(self) -> Steps[None]:
+        return
+        yield
+
+    def begin_step(self) -> None:
+        pass
+
+    def computed(self) -> None:
+        pass
+
+    def publish(self) -> Steps[None]:
+        # The segment is copied, because an all-gather may not read what it writes.
+        works = [self._group.all_gather(flat, segment(flat, self._group).clone()) for flat in self._flats]
+        yield
+        for work in works:
+            work.wait()
+
+    def bytes_per_step(self) -> dict[str, int]:
+        return {"all_gather": sum(segment(flat, self._group).nbytes for flat in self._flats)}
+
+
+def extent_of(bucket: Bucket) -> Extent:
+    """Of a flat tensor like the bucket's."""
+    return Extent(num_elements=bucket.flat.numel(), dtype=bucket.flat.dtype, device=bucket.flat.device)
+
+
+def segment(flat: Tensor, group: Group) -> Tensor:
+    """This rank's share of a bucket [size * n]: n elements."""
+    return share_of(flat, group.rank, group.size)

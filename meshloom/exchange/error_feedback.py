@@ -1,0 +1,56 @@
+"""What compression left out of a gradient is kept, and added to the next one, so that it arrives late but is not lost.
+
+Source: Seide et al., "1-bit stochastic gradient descent" (2014); Karimireddy et al., "Error feedback fixes SignSGD" (2019).
+
+    sent + error  =  gradient + error of the step before            on each rank, for each element
+
+A parameter that no rank used in a step takes no update in it, so its error waits. Errors are what this rank's own share left out; they differ between
+ranks and are not part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.exchange.buckets import Bucket
+
+
+class ErrorFeedback:
+    """The errors of all elements of some buckets."""
+
+    def __init__(self) -> None:
+        self._errors: list[Tensor] = []
+        self._used: list[list[bool]] = []
+
+    def begin(self, buckets: Sequence[Bucket], divisor: float, group: Group) -> Steps[None]:
+        """Add up the flags, and let each bucket be this rank's share of the mean (its gradients over `divisor`) plus its errors."""
+        works = [group.all_reduce(bucket.flat[bucket.length :]) for bucket in buckets]
+        if not self._errors:
+            self._errors = [torch.zeros_like(bucket.flat[: bucket.length]) for bucket in buckets]
+        yield
+        for work in works:
+            work.wait()
+        self._used = [[bool(each) for each in bucket.flat[bucket.length :].tolist()] for bucket in buckets]
+        for index, bucket in enumerate(buckets):
+            if divisor != 1.0:
+                bucket.flat[: bucket.length].div_(divisor)
+            for start, stop in self._places(index, bucket):
+                bucket.flat[start:stop].add_(self._errors[index][start:stop])
+
+    def keep(self, index: int, bucket: Bucket, left: Tensor) -> None:
+        """left [length]: of bucket number `index`, what was not sent."""
+        for start, stop in self._places(index, bucket):
+            self._errors[index][start:stop] = left[start:stop]
+
+    def flag_bytes(self, buckets: Sequence[Bucket]) -> int:
+        """Bytes that `begin` hands to all_reduce."""
+        return sum(bucket.flat[bucket.length :].nbytes for bucket in buckets)
+
+    def _places(self, index: int, bucket: Bucket) -> list[tuple[int, int]]:
+        """Start and stop of the parameters that some rank used."""
+        return [(entry.start, entry.stop) for entry, used in zip(bucket.entries, self._used[index], strict=True) if used]

@@ -1,0 +1,128 @@
+"""Gradients of matrices travel as two thin factors, found by one step of power iteration; what they leave out waits as error.
+
+Source: Vogels, Karimireddy & Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (2019), algorithms 1 and 2.
+
+    M  [n, m]   this rank's gradient plus its error                      (algorithm 2, line 6)
+    P = M Q     [n, r], all-reduced, columns made orthonormal            (algorithm 1, lines 2-4); Q is the last step's, at first random
+    Q = M' P    [m, r], all-reduced                                      (lines 5-6)
+    P Q'        the mean of all ranks' M, projected on the columns of P  (line 8)
+
+The error is M less its own projection. Whatever is not smaller as factors (vectors, small matrices) travels as it is, beside P.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.exchange.buckets import Bucket, Entry
+from meshloom.exchange.error_feedback import ErrorFeedback
+from meshloom.exchange.reduction import Reduction
+
+
+class PowerSGD(Reduction):
+    """rank: columns of the factors, r. A tensor [n, ...] is a matrix of n rows. Travels after backward, in two rounds."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._errors = ErrorFeedback()
+        self._factors: dict[str, Tensor] = {}  # Q [m, r] of every matrix, by name: the same bits on all ranks
+
+    def start(self, bucket: Bucket) -> None:
+        pass
+
+    def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
+        yield from self._errors.begin(buckets, divisor, self._group)
+        matrices = [[_Matrix.of(bucket, entry) for entry in self._compressed(bucket)] for bucket in buckets]
+        first = [
+            _joined([*(each.value @ self._factor(each) for each in of), *self._others(bucket)], bucket)
+            for bucket, of in zip(buckets, matrices, strict=True)
+        ]
+        yield from self._add_up(first)
+        second: list[Tensor] = []
+        for index, (bucket, of, message) in enumerate(zip(buckets, matrices, first, strict=True)):
+            others = self._others(bucket)
+            received = message.split([*(each.num_rows * self._rank for each in of), *(len(each) for each in others)])
+            left = torch.zeros_like(bucket.flat[: bucket.length])
+            own: list[Tensor] = []
+            for each, product in zip(of, received, strict=False):
+                each.columns = torch.linalg.qr(product.view(each.num_rows, self._rank)).Q
+                own.append(each.value.mH @ each.columns)
+                left[each.start : each.stop] = (each.value - each.columns @ own[-1].mH).reshape(-1)
+            for other, total in zip(others, received[len(of) :], strict=True):
+                other.copy_(total)
+            self._errors.keep(index, bucket, left)
+            second.append(_joined(own, bucket))
+        yield from self._add_up(second)
+        for bucket, of, message in zip(buckets, matrices, second, strict=True):
+            for each, flat in zip(of, message.split([each.num_columns * self._rank for each in of]), strict=True):
+                factor = flat.view(each.num_columns, self._rank)
+                bucket.flat[each.start : each.stop] = (each.columns @ factor.mH).reshape(-1)
+                if bool(factor.any()):  # else the last one is a better guess
+                    self._factors[each.name] = factor.clone()
+
+    def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:
+        total = self._errors.flag_bytes(buckets)
+        for bucket in buckets:
+            shapes = [_matrix_shape(entry) for entry in self._compressed(bucket)]
+            num_elements = self._rank * sum(n + m for n, m in shapes) + sum(len(each) for each in self._others(bucket))
+            total += num_elements * _precision(bucket.flat.dtype).itemsize
+        return {"all_reduce": total}
+
+    def _compressed(self, bucket: Bucket) -> list[Entry]:
+        shapes = [(entry, *_matrix_shape(entry)) for entry in bucket.entries]
+        return [entry for entry, n, m in shapes if self._rank * (n + m) < n * m]
+
+    def _others(self, bucket: Bucket) -> list[Tensor]:
+        compressed = {entry.name for entry in self._compressed(bucket)}
+        return [bucket.flat[entry.start : entry.stop] for entry in bucket.entries if entry.name not in compressed]
+
+    def _factor(self, of: _Matrix) -> Tensor:
+        if of.name not in self._factors:  # from its name, because ranks of tp hold some parameters alike and others not
+            generator = torch.Generator().manual_seed(zlib.crc32(of.name.encode()))
+            self._factors[of.name] = torch.randn(of.num_columns, self._rank, generator=generator, dtype=torch.float64).to(of.value)
+        return self._factors[of.name]
+
+    def _add_up(self, messages: Sequence[Tensor]) -> Steps[None]:
+        works = [self._group.all_reduce(message) for message in messages if len(message)]
+        yield
+        for work in works:
+            work.wait()
+
+
+class _Matrix:
+    """A parameter's gradient in a bucket, elements `start` to `stop`, as `value` [num_rows, num_columns]; `columns` [num_rows, r] once known."""
+
+    columns: Tensor
+
+    def __init__(self, entry: Entry, value: Tensor) -> None:
+        self.name, self.start, self.stop = entry.name, entry.start, entry.stop
+        self.value = value
+        self.num_rows, self.num_columns = value.shape
+
+    @staticmethod
+    def of(bucket: Bucket, entry: Entry) -> _Matrix:
+        value = bucket.flat[entry.start : entry.stop].view(_matrix_shape(entry))
+        return _Matrix(entry, value.to(_precision(value.dtype), copy=True))
+
+
+def _matrix_shape(entry: Entry) -> tuple[int, int]:
+    size = entry.stop - entry.start
+    rows = entry.parameter.shape[0] if entry.parameter.ndim > 1 and size else 1
+    return rows, size // rows
+
+
+def _joined(parts: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """What travels of a bucket, flat."""
+    precision = _precision(bucket.flat.dtype)
+    return torch.cat([part.reshape(-1).to(precision) for part in parts]) if parts else bucket.flat.new_empty(0, dtype=precision)
+
+
+def _precision(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,51 @@
+"""How the mean of a bucket of gradients over all ranks is made: exactly, here; smaller in `bf16.py`, `powersgd.py` and `topk.py`.
+
+Behind a bucket's elements stand its *flags*: one number per parameter, 1 where this rank has a gradient of it, else 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from meshloom.comm.group import Group, Work
+from meshloom.comm.turns import Steps
+from meshloom.exchange.buckets import Bucket
+
+
+class Reduction(ABC):
+    """One way to make it. Buckets are laid out alike on all ranks, and start in one order."""
+
+    @abstractmethod
+    def start(self, bucket: Bucket) -> None:
+        """A bucket is complete on this rank: elements and flags. Never waits."""
+
+    @abstractmethod
+    def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
+        """Every bucket, all of which have started, becomes the sum over ranks divided by `divisor`, with the same bits on all of them; its flags the plain sum."""
+
+    @abstractmethod
+    def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:
+        """Bytes that this hands to each kind of collective in a step."""
+
+
+class Exact(Reduction):
+    """All-reduces the bucket as it is, as soon as it is complete."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._works: list[Work] = []
+
+    def start(self, bucket: Bucket) -> None:
+        self._works.append(self._group.all_reduce(bucket.flat))
+
+    def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
+        yield
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for bucket in buckets if divisor != 1.0 else ():
+            bucket.flat[: bucket.length].div_(divisor)
+
+    def bytes_per_step(self, buckets: Sequence[Bucket]) -> dict[str, int]:
+        return {"all_reduce": sum(bucket.num_bytes for bucket in buckets)}

@@ -1,0 +1,72 @@
+"""Buckets divided evenly over owners: which elements of which parameters each of them has.
+
+bucket       | head.weight   | head.bias | blocks.1...        | padding |
+3 owners     | owner 0           | owner 1          | owner 2           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshloom.exchange.buckets import Bucket
+from meshloom.exchange.exchange import Slice
+
+
+class OwnedSlices:
+    """What one owner has of buckets whose lengths are multiples of `num_owners`; nothing if `owner` is none of them."""
+
+    def __init__(self, buckets: Sequence[Bucket], owner: int, num_owners: int) -> None:
+        self.slices: list[Slice] = []
+        self._positions: list[
+            tuple[int, int, int, int]
+        ] = []  # (bucket, start and stop within the owner's share of it, number of the entry among all)
+        number = 0
+        for index, bucket in enumerate(buckets):
+            length = bucket.flat.numel() // num_owners
+            first = owner * length
+            for entry in bucket.entries:
+                start, stop = max(entry.start, first), min(entry.stop, first + length)
+                if start < stop and owner < num_owners:
+                    self.slices.append(Slice(entry.name, entry.parameter, start - entry.start, stop - entry.start))
+                    self._positions.append((index, start - first, stop - first, number))
+                number += 1
+
+    def gradients(self, shares: Sequence[Tensor], is_used: Sequence[bool]) -> list[Tensor | None]:
+        """Of each slice, its elements of the owner's share [n] of each bucket; None if the parameter is not used. is_used: of every entry."""
+        return [shares[index][start:stop] if is_used[number] else None for index, start, stop, number in self._positions]
+
+    def shares(self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse: the owner's share of each bucket, as those in `like`, zero elsewhere."""
+        shares = [torch.zeros_like(each) for each in like]
+        for each, (index, start, stop, _) in zip(gradients, self._positions, strict=True):
+            if each is not None:
+                shares[index][start:stop] = each
+        return shares
+
+
+def share_of(flat: Tensor, owner: int, num_owners: int) -> Tensor:
+    """An owner's share [n] of what is laid out like a bucket [num_owners * n]."""
+    length = flat.numel() // num_owners
+    return flat[owner * length : (owner + 1) * length]
+
+
+def by_name(buckets: Sequence[Bucket], flats: Sequence[Tensor], is_used: Sequence[bool]) -> dict[str, Tensor | None]:
+    """Whole gradients by parameter name, of flat ones laid out like the buckets. is_used: of every entry."""
+    entries = [(entry, flat) for bucket, flat in zip(buckets, flats, strict=True) for entry in bucket.entries]
+    return {
+        entry.name: flat[entry.start : entry.stop].view(entry.parameter.shape) if used else None
+        for (entry, flat), used in zip(entries, is_used, strict=True)
+    }
+
+
+def move_into_flat(bucket: Bucket) -> Tensor:
+    """A bucket of the parameters' values, which the parameters then share. Their shapes, names and identity stay."""
+    flat = torch.zeros_like(bucket.flat)
+    for entry in bucket.entries:
+        view = flat[entry.start : entry.stop].view(entry.parameter.shape)
+        view.copy_(entry.parameter.data)
+        entry.parameter.data = view
+    return flat

@@ -1,0 +1,112 @@
+"""Makes the groups that a rank process talks in, each over what its ranks can use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from meshloom.comm.activity import Activity
+from meshloom.comm.c10d import C10dGroup
+from meshloom.comm.group import Group
+from meshloom.comm.hosts import HostsGroup, HostsParts
+from meshloom.comm.shm import ShmGroup
+from meshloom.launch.transport import Hosts, Transports
+from meshloom.launch.wording import rank_name
+from meshloom.mesh import Mesh
+
+
+class Connections:
+    """The groups of one rank, to be closed together.
+
+    store: for this alone; ranks meet in it. device: where tensors of groups lie that have NCCL.
+    timeout: how long a rank waits for another, in making a group and in each of its operations.
+    process_groups: those of torch.distributed that this rank is in.
+    """
+
+    def __init__(
+        self, mesh: Mesh, rank: int, store: dist.Store, transports: Transports, device: torch.device, timeout: timedelta, activity: Activity
+    ) -> None:
+        self._mesh, self._rank, self._store, self._transports = mesh, rank, store, transports
+        self._device, self._timeout, self._activity = device, timeout, activity
+        self.process_groups: list[dist.ProcessGroup] = []
+        self._open: list[ShmGroup | HostsGroup] = []
+        self._rounds = 0
+
+    def connect(self, members: Iterable[Sequence[int]], backend: str) -> Group:
+        """Make a group of each of `members`, which all ranks do together; the one that this rank is in.
+
+        members: ascending ranks. backend: of torch.distributed; where it is gloo alone, shared memory takes its place as far as it reaches.
+        """
+        self._rounds += 1
+        mine: Group | None = None
+        for ranks in members:
+            hosts = self._transports.layers(ranks) if backend == "gloo" else None
+            if hosts is None:
+                made = self._over_network(ranks, backend)
+            elif len(hosts) == 1:
+                made = self._within_host(ranks, "all") if self._rank in ranks else None
+            else:
+                made = self._over_hosts(ranks, hosts)
+            mine = made or mine
+        assert mine
+        return mine
+
+    def close(self) -> None:
+        """End what is not of torch.distributed. No rank waits for another here."""
+        for group in reversed(self._open):
+            group.close()
+        self._open.clear()
+
+    def _over_network(self, ranks: Sequence[int], backend: str, activity: Activity | None = None) -> C10dGroup | None:
+        process_group = dist.new_group(list(ranks), self._timeout, backend)
+        if self._rank not in ranks:
+            return None
+        assert isinstance(process_group, dist.ProcessGroup)
+        self.process_groups.append(process_group)
+        return C10dGroup(process_group, self._names(ranks), self._device if "nccl" in backend else None, activity or self._activity)
+
+    def _within_host(self, ranks: Sequence[int], use: str, activity: Activity | None = None) -> ShmGroup:
+        hosts = self._transports.hosts
+        group = ShmGroup(
+            dist.PrefixStore(f"{self._rounds}/{ranks[0]}/{use}", self._store),
+            ranks.index(self._rank),
+            len(ranks),
+            self._names(ranks),
+            timeout=self._timeout,
+            ranks_here=hosts.count(hosts[self._rank]),
+            activity=activity or self._activity,
+        )
+        self._open.append(group)
+        return group
+
+    def _over_hosts(self, ranks: Sequence[int], hosts: Hosts) -> HostsGroup | None:
+        whole = self._over_network(ranks, "gloo")
+        in_background = Activity()  # what threads wait for does not hold up this rank
+        between: C10dGroup | None = None
+        for column in zip(*hosts, strict=True):
+            between = self._over_network([ranks[number] for number in column], "gloo", in_background) or between
+        if whole is None:
+            return None
+        assert between
+        here = next(members for host in hosts if self._rank in (members := [ranks[number] for number in host]))
+        group = HostsGroup(
+            hosts,
+            HostsParts(
+                first=self._within_host(here, "first", in_background),
+                last=self._within_host(here, "last", in_background),
+                post=self._within_host(here, "post"),
+                across=between,
+                whole=whole,
+            ),
+            self._names(ranks),
+            self._activity,
+            whole.who_left,
+        )
+        self._open.append(group)
+        return group
+
+    def _names(self, ranks: Sequence[int]) -> list[str]:
+        return [rank_name(rank, self._mesh) for rank in ranks]

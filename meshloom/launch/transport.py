@@ -1,0 +1,127 @@
+"""What the ranks of each group talk through, as follows from where they run: shared memory, Gloo, or shared memory within each of several hosts.
+
+all on one host              through shared memory
+k > 1 on each of n hosts     through shared memory within a host, over Gloo between hosts (comm/hosts.py)
+anything else                over Gloo
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshloom.errors import DeviceError
+from meshloom.launch.wording import counted, rank_name
+from meshloom.mesh import Mesh
+
+TRANSPORTS = ("auto", "gloo")
+Hosts = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transports:
+    """hosts: by rank, an identity of where it runs. gloo_because: why nobody uses shared memory; "": who can does."""
+
+    hosts: tuple[str, ...]
+    gloo_because: str = ""
+
+    def layout(self, ranks: Sequence[int]) -> Hosts:
+        """For each host in order of its first rank: the numbers, in this group of `ranks`, of those that run on it.
+
+        >>> Transports(hosts=("a", "a", "b", "b")).layout([0, 2, 3])
+        ((0,), (1, 2))
+        """
+        found: dict[str, list[int]] = {}
+        for number, rank in enumerate(ranks):
+            found.setdefault(self.hosts[rank], []).append(number)
+        return tuple(tuple(numbers) for numbers in found.values())
+
+    def layers(self, ranks: Sequence[int]) -> Hosts | None:
+        """`layout` if the group talks through shared memory wherever it can: on one host, or the same number k > 1 on each. None: Gloo for all of it."""
+        hosts = self.layout(ranks)
+        return hosts if not self.gloo_because and (len(hosts) == 1 or _is_grid(hosts)) else None
+
+    def text(self, mesh: Mesh) -> str:
+        """How the ranks of `mesh` talk, as in "4 ranks, ...".
+
+        >>> Transports(hosts=("a", "a", "b", "b")).text(Mesh(dp=2, tp=2))
+        'talking along dp over Gloo, along tp through shared memory'
+        >>> Transports(hosts=("a",) * 4, gloo_because="asked for").text(Mesh(dp=4))
+        'talking over Gloo: asked for'
+        """
+        if self.gloo_because:
+            return f"talking over Gloo: {self.gloo_because}"
+        by_axis = {axis: self._along(mesh.groups(axis)) for axis in ("dp", "pp", "tp") if getattr(mesh, axis) > 1}
+        if len(set(by_axis.values())) == 1:
+            return f"talking {next(iter(by_axis.values()))}"
+        return "talking " + ", ".join(f"along {axis} {how}" for axis, how in by_axis.items())
+
+    def _along(self, groups: Sequence[Sequence[int]]) -> str:
+        layouts = [self.layout(ranks) for ranks in groups]
+        return " or ".join(dict.fromkeys(_how(hosts) for hosts in layouts))
+
+
+def agreed_transports(store: dist.Store, rank: int, mesh: Mesh, transport: str, missing: str) -> Transports:
+    """Tell the other ranks where this one runs and what it wants, and hear the same of all. One that cannot or will not use shared memory decides for all.
+
+    store: for this alone. transport: one of `TRANSPORTS`. missing: why this rank has no shared memory to talk through; "": it has.
+    """
+    check_transport(transport)
+    store.set(f"{rank}", json.dumps([host_identity(), transport, missing]))
+    told = [json.loads(store.get(f"{other}")) for other in range(mesh.size)]
+    hosts = tuple(host for host, _, _ in told)
+    if any(wanted == "gloo" for _, wanted, _ in told):
+        return Transports(hosts=hosts, gloo_because="asked for")
+    without = [(other, why) for other, (_, _, why) in enumerate(told) if why]
+    if without:
+        other, why = without[0]
+        return Transports(hosts=hosts, gloo_because=why if len(without) == mesh.size else f"{rank_name(other, mesh)}: {why}")
+    return Transports(hosts=hosts)
+
+
+def check_transport(transport: str) -> None:
+    """Raises `DeviceError` if `transport` is none of `TRANSPORTS`."""
+    if transport not in TRANSPORTS:
+        raise DeviceError(f"transport={transport} is not known. Use {' or '.join(TRANSPORTS)}.")
+
+
+def host_identity() -> str:
+    """The same for two processes only if they can map each other's memory and see each other end.
+
+    That takes one kernel, one user, and one namespace of process numbers. Containers that share all of these, but not the network, may still be kept
+    apart by rules that cannot be read here; so they count as different hosts, which is slower and always right.
+    """
+    facts = [socket.gethostname(), str(os.getuid())]
+    with suppress(OSError):  # not Linux: the host's name has to say it
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        facts += [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "user", "net")]
+    return " ".join(facts)
+
+
+def _is_grid(hosts: Hosts) -> bool:
+    """Whether there are as many ranks on each host, several, and the i-th ones are in order: groups of torch.distributed have their ranks in order."""
+    same = {len(numbers) for numbers in hosts}
+    return len(same) == 1 and same != {1} and all(here < there for column in zip(*hosts, strict=True) for here, there in pairwise(column))
+
+
+def _how(hosts: Hosts) -> str:
+    if len(hosts) == 1:
+        return "through shared memory"
+    if _is_grid(hosts):
+        return f"through shared memory on each of {len(hosts)} machines and over Gloo between them"
+    sizes = Counter(len(numbers) for numbers in hosts)
+    if set(sizes) == {1}:
+        return "over Gloo"
+    if len(sizes) == 1:
+        return f"over Gloo (ranks of {len(hosts)} machines are interleaved)"
+    uneven = [f"{counted(size, 'rank')} on {counted(number, 'machine')}" for size, number in sorted(sizes.items())]
+    return f"over Gloo ({' and '.join(uneven)})"

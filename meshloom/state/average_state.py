@@ -1,0 +1,76 @@
+"""An optimizer's state, of which every replica has its own, becomes the mean of all: what replicas that step by themselves save.
+
+Values per element, or per row, are averaged over the replicas that have them. Step counters, whole numbers and plain values are taken from the first
+replica that has them. A replica that had no state for a parameter (its share did not use it) has that too afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import collect
+from meshloom.errors import JobError
+from meshloom.state.json_values import NotPlainError, from_json, to_json
+from meshloom.state.optimizer_state import Held, place_state
+
+
+def average_state(optimizer: Optimizer, held: Sequence[Held], group: Group, talk: Group) -> Steps[dict[str, int]]:
+    """Every rank of `group` calls it, with the same parameters in `held`; bytes handed to each kind of collective.
+
+    talk: the same ranks, for what they agree on first; not counted.
+    """
+    everyone = yield from collect(talk, [[index, key, *_facts(optimizer, value)] for index, key, value in _entries(optimizer, held)])
+    first: dict[tuple[int, str], tuple[int, Any]] = {}
+    holders: dict[tuple[int, str], int] = {}
+    for rank, theirs in enumerate(everyone):
+        for index, key, *facts in theirs:
+            first.setdefault((index, key), (rank, facts))
+            holders[index, key] = holders.get((index, key), 0) + 1
+    num_bytes = {"all_reduce": 0, "broadcast": 0}
+    for (index, key), (rank, (dtype, shape, plain)) in first.items():
+        state: dict[str, Any] = optimizer.state[held[index].tensor]
+        if dtype is None:
+            if key not in state:
+                state[key] = place_state(from_json(plain), key, held[index].tensor, optimizer)
+            elif isinstance(state[key], Tensor):
+                state[key].copy_(from_json(plain))
+            else:
+                state[key] = from_json(plain)
+            continue
+        value: Tensor = state[key] if key in state else torch.zeros(shape, dtype=getattr(torch, dtype), device=held[index].tensor.device)
+        if value.is_floating_point():
+            mean = value.to(torch.promote_types(value.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+            num_bytes["all_reduce"] += mean.nbytes
+            work = group.all_reduce(mean)
+        else:
+            mean = value.clone(memory_format=torch.contiguous_format)
+            num_bytes["broadcast"] += mean.nbytes
+            work = group.broadcast(mean, rank)
+        yield
+        work.wait()
+        state[key] = value.copy_(mean.div_(holders[index, key]) if value.is_floating_point() else mean)
+    return num_bytes
+
+
+def _entries(optimizer: Optimizer, held: Sequence[Held]) -> list[tuple[int, str, Any]]:
+    return [(index, key, value) for index, each in enumerate(held) for key, value in optimizer.state.get(each.tensor, {}).items()]
+
+
+def _facts(optimizer: Optimizer, value: Any) -> tuple[str | None, list[int], Any]:
+    """Of a tensor with elements of its own, dtype and shape; of anything else, its value as JSON."""
+    if isinstance(value, Tensor) and value.ndim > 0:
+        return str(value.dtype).removeprefix("torch."), list(value.shape), None
+    try:
+        return None, [], to_json(value)
+    except NotPlainError as error:
+        raise JobError(
+            f"{type(optimizer).__name__} cannot be averaged over replicas: in its state, {error}. Keep tensors, numbers and strings there, or use "
+            "exchange=all_reduce."
+        ) from None

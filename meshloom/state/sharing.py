@@ -1,0 +1,26 @@
+"""Whether the replicas of a host may have one copy of the parameters, or whether the job needs one each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshloom.job import NamedParameters
+from meshloom.state.made import Made
+
+
+def why_separate(made: Made, named_parameters: NamedParameters) -> str:
+    """Why every replica needs parameters of its own; "" if it does not.
+
+    With one copy a rank's optimizer updates slices of parameters, while other ranks update other slices of the same.
+    """
+    for optimizer, reach in zip(made.optimizers, made.reaches, strict=True):
+        kind = type(optimizer).__name__
+        if reach == "optimizer":
+            return f"{kind} looks at all parameters at once"
+        hooked: Any = optimizer
+        if hooked._optimizer_step_pre_hooks or hooked._optimizer_step_post_hooks:
+            return f"{kind} has step hooks, which may look at whole parameters"
+    for name, parameter in named_parameters:
+        if not parameter.is_contiguous():
+            return f"{name} is not contiguous in memory"
+    return ""

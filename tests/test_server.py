@@ -1,0 +1,176 @@
+"""Plans with parameter servers equal one device, whoever serves; planted mistakes of servers are caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshloom.exchange.server import Server
+from meshloom.exchange.slices import OwnedSlices
+from meshloom.plan import Plan
+from meshloom.trainer import Trainer
+from meshloom.verify.run import verify
+from tests.jobs import GPT, make_job
+
+ONE, THREE = "dp=3,exchange=server,microbatches=2,bucket_bytes=600", "dp=4,exchange=server,servers=3,bucket_bytes=600"
+
+
+def equal(model: str, optimizer: str | Callable[[Any], Any], plan: str) -> bool:
+    """Whether the plan equals one device in float64; shares are uneven."""
+    job = make_job(model, optimizer if isinstance(optimizer, str) else "sgd", batch_size=13)
+    job = job if isinstance(optimizer, str) else replace(job, optimizer=optimizer)
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
+    assert report
+    return report.passed and not report.causes
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "plan"),
+    [
+        ("mlp", "sgd", ONE),
+        ("cnn", "adamw", THREE),
+        ("gpt", "muon", ONE),
+        pytest.param("gpt", "muon", THREE, marks=pytest.mark.long),
+        pytest.param("branch", "adafactor", THREE, marks=pytest.mark.long),
+        pytest.param("unused_twice", "adamw", ONE, marks=pytest.mark.long),
+        pytest.param("gpt", "sgd", "dp=2,pp=2,microbatches=2,exchange=server,servers=2", marks=pytest.mark.long),
+        pytest.param("gpt", "muon", "dp=2,tp=2,exchange=server", marks=pytest.mark.slow),
+        pytest.param("gpt", "adamw", "dp=3,pp=2,tp=2,microbatches=2,exchange=server,servers=2,bucket_bytes=600", marks=pytest.mark.slow),
+    ],
+)
+def test_servers_equal_one_device(model: str, optimizer: str, plan: str) -> None:
+    assert equal(model, optimizer, plan)
+
+
+def test_synchronised_batch_statistics_go_with_servers() -> None:
+    assert equal("cnn", "sgd", "dp=2,exchange=server,sync_batch_norm=true")
+
+
+class ByWholeNorm(torch.optim.SGD):
+    """Divides each step by the norm of all parameters together."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.detach().norm() for each in parameters]).norm() if parameters else torch.ones(())
+        for each in parameters:
+            if each.grad is not None:
+                each.data.sub_(each.grad, alpha=float(0.1 / norm))
+
+
+def test_an_optimizer_that_looks_at_everything_runs_on_every_server() -> None:
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        return ByWholeNorm(named, lr=0.1)
+
+    assert equal("mlp", optimizer, THREE)
+    with Trainer(replace(make_job("mlp", "sgd"), optimizer=optimizer), THREE, devices="simulated") as trainer:
+        held = [len(replica.updater._held[0]) for replica in trainer.replicas]
+    assert held == [6, 6, 6, 0]
+
+
+def test_workers_update_nothing_and_hold_no_state() -> None:
+    with Trainer(make_job("gpt", "muon", steps=1), THREE, devices="simulated") as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+        states = [[each.state for each in replica.updater._optimizers] for replica in trainer.replicas]
+        shares = [sum(piece.stop - piece.start for piece in replica.exchange.owned) for replica in trainer.replicas]
+    assert [any(state for state in each) for each in states] == [True, True, True, False]
+    assert shares[3] == 0 and max(shares[:3]) - min(shares[:3]) < 0.05 * sum(shares)  # buckets of 600 bytes are padded
+
+
+@pytest.mark.parametrize("model", ["cnn", "gpt"])
+def test_predicted_bytes_are_the_counted_ones(model: str) -> None:
+    with Trainer(make_job(model, "muon", clip_grad_norm=1.0, drop_last=True), THREE, devices="simulated") as trainer:
+        summary = trainer.fit()
+        elements = trainer.replicas[0].num_elements()
+    assert summary.predicted == summary.counted
+    pushed = summary.counted.bytes["dp"]["gather"]
+    assert 3 * 4 * elements <= pushed < 1.1 * 3 * 4 * elements  # three steps of float32, and padding
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("sgd", marks=SLOW), pytest.param("adamw", marks=SLOW), "muon", pytest.param("adafactor", marks=SLOW)]
+)
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(THREE, "dp=2,zero=1"), ("dp=1,microbatches=4", THREE), pytest.param(THREE, ONE, marks=SLOW), pytest.param("dp=2,tp=2", ONE, marks=SLOW)],
+)
+def test_checkpoints_come_from_and_go_to_any_plan(optimizer: str, first: str, then: str, tmp_path: Path) -> None:
+    job = replace(make_job("gpt", optimizer, steps=6), model=lambda: GPT(dropout=0.0))  # draws belong to chunks, and these to plans
+    with Trainer(job, "dp=1,microbatches=4", devices="simulated", dtype=torch.float64) as trainer:
+        expected = [trainer.step(batch) for batch in trainer.batches()]
+    with Trainer(job, first, devices="simulated", steps=3, out=tmp_path, dtype=torch.float64) as trainer:
+        trainer.fit()
+    with Trainer(job, then, devices="simulated", resume=tmp_path, dtype=torch.float64) as trainer:
+        found = [trainer.step(batch) for batch in trainer.batches()]
+    assert found == pytest.approx(expected[3:], rel=1e-9)  # float64, sums in other orders
+
+
+# --- Planted mistakes.
+
+
+def a_workers_gradient_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = Server.finish
+
+    def without_the_last(self: Server, weight: Any) -> Any:
+        pushed, self._pushed = self._pushed, [each[:-1] for each in self._pushed]
+        gradients = yield from finish(self, weight)
+        self._pushed = pushed
+        return gradients
+
+    monkeypatch.setattr(Server, "finish", without_the_last)
+
+
+def weights_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshloom.state.tally.as_sum", _as_mean)
+
+
+def _as_mean(loss: Any, samples: int, **settings: Any) -> Any:
+    from meshloom.loss import as_sum
+
+    total, weight = as_sum(loss, samples, **settings)
+    mean = total / weight * (13 / 3)  # every replica's mean counts a third
+    return mean + (total - mean).detach(), weight
+
+
+def a_slice_has_two_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second server owns what the first does, and nobody its own."""
+    made = OwnedSlices.__init__
+    monkeypatch.setattr(OwnedSlices, "__init__", lambda self, buckets, owner, num: made(self, buckets, 0 if owner == 1 else owner, num))
+
+
+def values_of_a_server_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    pull = Server._pull
+
+    def of_the_first_only(self: Server, flats: Any) -> Any:
+        self._num_servers, servers = 1, self._num_servers
+        views = [flat[: flat.numel() // servers] for flat in flats]
+        yield from pull(self, views)
+        self._num_servers = servers
+
+    monkeypatch.setattr(Server, "publish", lambda self: of_the_first_only(self, self._parameters))
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (a_workers_gradient_is_dropped, "missing chunk"),
+        (weights_are_ignored, "mean of means"),
+        (a_slice_has_two_owners, None),
+        (values_of_a_server_are_not_sent, None),
+    ],
+)
+def test_a_planted_mistake_is_caught(plant: Any, kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    report = verify(make_job("mlp", "sgd", batch_size=13), Plan.parse("dp=3,exchange=server,servers=2"), devices="simulated", steps=2)
+    assert report and not report.passed
+    if kind:
+        assert report.causes[0].kind == kind, report.causes

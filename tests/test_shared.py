@@ -1,0 +1,319 @@
+"""One copy of the parameters for all replicas computes what one device computes, and nobody but the optimizer may change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.errors import CheckpointError, TrainingError
+from meshloom.exchange.copies import OneEach
+from meshloom.exchange.shared import OneForAll
+from meshloom.exchange.zero import ZeroOne
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.report.progress import Listener
+from meshloom.state.made import make_optimizers
+from meshloom.state.optimizer import Updater
+from meshloom.state.sharing import why_separate
+from meshloom.trainer import Trainer
+from meshloom.verify.report import Report
+from meshloom.verify.run import verify
+from tests.jobs import MLP, make_job
+from tests.windows import give_windows
+
+QUIET = Listener(started=lambda text: None)
+
+
+@pytest.fixture(autouse=True)
+def _windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_windows(monkeypatch)
+
+
+def open_trainer(job: Job, plan: str = "dp=3,bucket_bytes=300", **settings: Any) -> Trainer:
+    return Trainer(job, plan, devices="simulated", listener=QUIET, **{"share": True, **settings})
+
+
+def verified(job: Job, plan: Plan, **settings: Any) -> Report:
+    report = verify(job, plan, devices="simulated", steps=2, **settings)
+    assert report
+    return report
+
+
+PLANS = [Plan(dp=2, microbatches=2, bucket_bytes=300), Plan(dp=3, zero=1, bucket_bytes=300), Plan(dp=4, bucket_bytes=10**9, overlap=False)]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [("mlp", "sgd"), ("cnn", "adamw"), ("gpt", "muon"), ("unused_twice", "adamw"), ("branch", "adafactor")]
+)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_one_copy_equals_one_device(model: str, optimizer: str, plan: Plan) -> None:
+    report = verified(make_job(model, optimizer, batch_size=13), plan, dtype=torch.float64)
+    assert report.passed, report.causes
+    assert max(report.owned) < 1  # each owns a part
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("silent_export")
+@pytest.mark.parametrize("plan", [Plan(dp=2, pp=2, microbatches=2, bucket_bytes=300), Plan(dp=2, tp=2, bucket_bytes=300)], ids=str)
+@pytest.mark.parametrize(("model", "optimizer"), [("gpt", "adamw"), ("gpt", "muon")])
+def test_one_copy_per_place_of_a_divided_model(model: str, optimizer: str, plan: Plan) -> None:
+    report = verified(make_job(model, optimizer, batch_size=13), plan, dtype=torch.float64)
+    assert report.passed, report.causes
+
+
+def test_bfloat16_parameters() -> None:
+    """Their sums are in rank order, as those of a copy each: the same bits."""
+    job = replace(make_job("mlp", "adamw"), model=lambda: MLP().bfloat16(), loss=lambda model, batch: model(batch["x"].bfloat16()).square().mean())
+    results: list[dict[str, Tensor]] = []
+    for share in (True, False):
+        with open_trainer(job, "dp=3,zero=1,bucket_bytes=300", share=share) as trainer:
+            for batch in trainer.batches():
+                trainer.step(batch)
+            results.append({name: each.clone() for name, each in trainer.replicas[2].model.state_dict().items()})
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
+
+
+def test_all_replicas_point_to_the_same_memory() -> None:
+    """Trainable and frozen parameters; buffers stay each replica's own."""
+    with open_trainer(make_job("unused_twice", "adamw")) as trainer:
+        models = [replica.model for replica in trainer.replicas]
+        for first, *others in zip(*(dict(model.named_parameters()).values() for model in models), strict=True):
+            assert {each.data_ptr() for each in others} == {first.data_ptr()}
+            assert first.data_ptr() % first.element_size() == 0
+    with open_trainer(make_job("cnn", "adamw")) as trainer:
+        assert len({replica.model.norm.running_mean.data_ptr() for replica in trainer.replicas}) == 3
+
+
+def test_optimizer_state_is_there_once() -> None:
+    def elements(share: bool) -> int:
+        with open_trainer(make_job("mlp", "adamw"), share=share) as trainer:
+            trainer.step(next(batches := trainer.batches()))
+            batches.close()
+            states = [state for replica in trainer.replicas for each in replica.updater._optimizers for state in each.state.values()]
+            return sum(state["exp_avg"].numel() for state in states)
+
+    parameters = sum(each.numel() for each in MLP().parameters())
+    assert (elements(True), elements(False)) == (parameters, 3 * parameters)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_bytes_are_those_of_the_formula(optimizer: str) -> None:
+    with open_trainer(make_job("gpt", optimizer, steps=4, clip_grad_norm=1.0)) as trainer:
+        summary = trainer.fit()
+    assert summary.counted.bytes == summary.predicted.bytes
+    assert "reduce_scatter" in summary.counted.bytes["dp"]
+
+
+def test_a_loop_of_ones_own_has_parameters_of_its_own() -> None:
+    """Unless it asks for one copy: then a change in place, which every replica would make, is an error."""
+
+    def losses(share: bool) -> list[float]:
+        with open_trainer(make_job("mlp", "sgd"), share=share) as trainer:
+            values: list[float] = []
+            for batch in trainer.batches():
+                values.append(trainer.step(batch))
+                with torch.no_grad():
+                    for replica in trainer.replicas:
+                        replica.model.head.weight.mul_(0.5)
+            return values
+
+    assert len(losses(share=False)) == 3
+    with pytest.raises(TrainingError, match=r"head\.weight was changed outside the optimizer"):
+        losses(share=True)
+
+
+class Writes(MLP):
+    """Changes its first weight in every training forward."""
+
+    change: Callable[[Tensor], Any]
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).change(self.first.weight)
+        return super().forward(x)
+
+
+def _scale(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(0.9)
+
+
+@pytest.mark.parametrize("change", [_scale, lambda weight: weight.data.mul_(0.9), lambda weight: weight.data.neg_()], ids=["no_grad", "data", "sign"])
+def test_a_forward_that_writes_a_parameter_is_an_error(change: Callable[[Tensor], Any]) -> None:
+    class Model(Writes):
+        pass
+
+    Model.change = staticmethod(change)
+    with (
+        open_trainer(replace(make_job("mlp", "sgd"), model=Model)) as trainer,
+        pytest.raises(TrainingError, match=r"first\.weight was changed .* Gloo"),
+    ):
+        trainer.fit()
+    with open_trainer(replace(make_job("mlp", "sgd"), model=Model), share=False) as trainer:
+        trainer.fit()
+
+
+def test_an_embedding_that_renormalises_its_rows_is_an_error() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(29, 8, max_norm=0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.embed(x)
+
+    job = replace(make_job("gpt", "sgd"), model=Model, loss=lambda model, batch: model(batch["x"]).square().mean())
+    with open_trainer(job) as trainer, pytest.raises(TrainingError, match=r"embed\.weight was changed outside the optimizer"):
+        trainer.fit()
+
+
+def test_what_needs_whole_parameters_gets_a_copy_each() -> None:
+    class Norm(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            total = sum(each.grad.norm() for group in self.param_groups for each in group["params"] if each.grad is not None)
+            for group in self.param_groups:
+                for each in group["params"]:
+                    each.data.sub_(0.1 * each.grad / total) if each.grad is not None else None
+
+    def hooked(named: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(named, lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    def channels_last() -> nn.Module:
+        return nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    sgd = make_job("mlp", "sgd")
+    for job, sentence in [
+        (replace(sgd, optimizer=lambda named: Norm(named, lr=0.1)), "Norm looks at all parameters at once"),
+        (replace(sgd, optimizer=hooked), "SGD has step hooks, which may look at whole parameters"),
+        (replace(sgd, model=channels_last), "weight is not contiguous in memory"),
+        (sgd, ""),
+    ]:
+        named = list(job.model().named_parameters())
+        assert why_separate(make_optimizers(job, named), named) == sentence
+    with open_trainer(replace(sgd, optimizer=hooked)) as trainer:
+        assert not trainer.replicas[0].exchange.one_copy
+        trainer.fit()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("saved", "resumed"), [((True, "dp=3,bucket_bytes=300"), (False, "dp=1")), ((False, "dp=2,zero=1"), (True, "dp=4"))])
+def test_checkpoints_go_from_one_copy_to_any_plan_and_back(optimizer: str, saved: Any, resumed: Any, tmp_path: Path) -> None:
+    job = make_job("gpt", optimizer, steps=4)
+    job = replace(job, model=_without_dropout(job.model))  # or every plan has draws of its own
+    results = []
+    for first, second in ((saved, resumed), ((False, "dp=1"), (False, "dp=1"))):
+        directory = tmp_path / str(len(results))
+        with open_trainer(job, first[1], share=first[0], steps=2, out=directory, dtype=torch.float64) as trainer:
+            assert trainer.replicas[0].exchange.one_copy == first[0]
+            trainer.fit()
+        with open_trainer(job, second[1], share=second[0], resume=directory, dtype=torch.float64) as trainer:
+            assert trainer.replicas[0].exchange.one_copy == second[0]
+            trainer.fit()
+            results.append({name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()})
+    for name, each in results[1].items():
+        torch.testing.assert_close(results[0][name], each, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")  # sum order differs
+
+
+def _without_dropout(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        built = model()
+        for module in built.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return built
+
+    return build
+
+
+def test_a_step_that_broke_off_in_its_update_is_not_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    update = Updater.update
+
+    def breaks(self: Updater, gradients: Any, loss: float) -> Any:
+        if trainer.next_step == 1 and self is trainer.replicas[1].updater:
+            raise KeyboardInterrupt
+        return (yield from update(self, gradients, loss))
+
+    monkeypatch.setattr(Updater, "update", breaks)
+    with open_trainer(make_job("mlp", "adamw"), out=tmp_path) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+        with pytest.raises(CheckpointError, match="broke off in the middle of its update"):
+            trainer.save()
+    assert not list(tmp_path.glob("step-*"))
+
+
+def owned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 updates the share of rank 1, too."""
+    update = Updater.update
+
+    def twice(self: Updater, gradients: Any, loss: float) -> Any:
+        if self._exchange._group.rank == 1:  # type: ignore[attr-defined]
+            yield from update(self, gradients, loss)
+        else:
+            before = [slice_.data().clone() for slice_ in self._exchange.owned]
+            yield from update(self, gradients, loss)
+            for slice_, old in zip(self._exchange.owned, before, strict=True):
+                slice_.data().add_(slice_.data() - old)
+
+    monkeypatch.setattr(Updater, "update", twice)
+
+
+def one_rank_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ZeroOne._start
+
+    def drop(self: ZeroOne, bucket: Any) -> None:
+        if self._group.rank == 1:
+            bucket.flat.zero_()
+        start(self, bucket)
+
+    monkeypatch.setattr(ZeroOne, "_start", drop)
+
+
+def updated_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 changes parameters while rank 1 has yet to compute."""
+    begin = ZeroOne.begin_step
+
+    def early(self: ZeroOne) -> None:
+        begin(self)
+        if self._group.rank == 0:
+            for slice_ in self.owned:
+                slice_.data().mul_(0.9)
+
+    monkeypatch.setattr(ZeroOne, "begin_step", early)
+    monkeypatch.setattr(OneForAll, "computed", lambda self: None)
+
+
+def share_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rank 1 was to write of the start values is not there."""
+    made = OneForAll.__init__
+
+    def forget(self: OneForAll, buckets: Any, group: Any, *rest: Any, **settings: Any) -> None:
+        made(self, buckets, group, *rest, **settings)
+        for bucket in buckets if group.rank == 1 else ():
+            for entry in bucket.entries:
+                entry.parameter.data.view(-1)[max(0, bucket.flat.numel() // 2 - entry.start) :] = 0
+
+    monkeypatch.setattr(OneForAll, "__init__", forget)
+
+
+@pytest.mark.parametrize("plant", [owned_twice, one_rank_dropped, updated_early, share_never_written])
+def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    job, plan = make_job("mlp", "adamw"), Plan(dp=2, bucket_bytes=300)
+    assert verified(job, plan).passed
+    plant(monkeypatch)
+    assert not verified(job, plan).passed
+
+
+def test_copies_are_one_or_one_each() -> None:
+    """What tells the two apart is asked of the exchange."""
+    for share, kind in ((True, OneForAll), (False, OneEach)):
+        with open_trainer(make_job("mlp", "adamw"), "dp=2,zero=1", share=share) as trainer:
+            exchange: Any = trainer.replicas[0].exchange
+            assert isinstance(exchange._copies, kind) and exchange.one_copy == share

@@ -1,0 +1,266 @@
+"""Ranks that call different things, do not come, or have too little memory: an error on every rank that says so, and never a wrong number."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from warm_ranks import Seat, WarmRanks
+
+from meshloom.comm.group import Work
+from meshloom.comm.segments import Named
+from meshloom.comm.shm import ShmGroup
+from meshloom.errors import CollectiveError, MeshloomError, PeerLostError
+
+pytestmark = pytest.mark.processes
+Told = tuple[type[MeshloomError], str, float]
+
+
+@pytest.fixture
+def ranks() -> Iterator[WarmRanks]:
+    with WarmRanks(3) as made:
+        yield made
+
+
+def told(call: Callable[[], object]) -> Told:
+    """The error that it raises, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except MeshloomError as error:
+        return type(error), str(error), time.monotonic() - began
+    raise AssertionError("nothing was raised")
+
+
+# What most ranks call, what rank 1 calls, and both in words.
+MISTAKES: dict[str, tuple[Callable[[ShmGroup], Work], Callable[[ShmGroup], Work], str, str]] = {
+    "shape": (
+        lambda group: group.all_reduce(torch.ones(100)),
+        lambda group: group.all_reduce(torch.ones(101)),
+        "all_reduce sum of float32[100]",
+        "all_reduce sum of float32[101]",
+    ),
+    "shape of the same count": (
+        lambda group: group.all_reduce(torch.ones(2, 50)),
+        lambda group: group.all_reduce(torch.ones(50, 2)),
+        "all_reduce sum of float32[2, 50]",
+        "all_reduce sum of float32[50, 2]",
+    ),
+    "shape of large tensors": (
+        lambda group: group.all_reduce(torch.ones(3_000_000)),
+        lambda group: group.all_reduce(torch.ones(3_000_001)),
+        "all_reduce sum of float32[3000000]",
+        "all_reduce sum of float32[3000001]",
+    ),
+    "dtype": (
+        lambda group: group.broadcast(torch.ones(4), 0),
+        lambda group: group.broadcast(torch.ones(4, dtype=torch.bfloat16), 0),
+        "broadcast of float32[4] with root 0",
+        "broadcast of bfloat16[4] with root 0",
+    ),
+    "kind": (
+        lambda group: group.all_reduce(torch.ones(100)),
+        lambda group: group.all_gather(torch.empty(300), torch.ones(100)),
+        "all_reduce sum of float32[100]",
+        "all_gather of float32[100]",
+    ),
+    "reduction": (
+        lambda group: group.reduce_scatter(torch.empty(2), torch.ones(6), "sum"),
+        lambda group: group.reduce_scatter(torch.empty(2), torch.ones(6), "max"),
+        "reduce_scatter sum of float32[2]",
+        "reduce_scatter max of float32[2]",
+    ),
+    "root": (
+        lambda group: group.broadcast(torch.ones(4), 0),
+        lambda group: group.broadcast(torch.ones(4), 1),
+        "broadcast of float32[4] with root 0",
+        "broadcast of float32[4] with root 1",
+    ),
+    "order": (
+        lambda group: [group.barrier(), group.all_reduce(torch.ones(3), "avg")][1],
+        lambda group: [group.all_reduce(torch.ones(3), "avg"), group.barrier()][1],
+        "barrier",
+        "all_reduce avg of float32[3]",
+    ),
+}
+
+
+def _mistaken(seat: Seat, name: str) -> Told:
+    usual, other, *_ = MISTAKES[name]
+    group = seat.open()
+    group.barrier().wait()
+    work = (other if seat.rank == 1 else usual)(group)
+    return told(work.wait)
+
+
+def test_every_rank_names_both_calls(ranks: WarmRanks) -> None:
+    for name, (_, _, usual, other) in MISTAKES.items():
+        for rank, (kind, text, _) in enumerate(ranks.run(_mistaken, name)):
+            own, peer, their = (other, "rank 0 (dp=0)", usual) if rank == 1 else (usual, "rank 1 (dp=1)", other)
+            assert kind is CollectiveError, (name, text)
+            assert text.startswith(f"rank {rank} (dp={rank}) called {own} where {peer} called {their}: "), (name, text)
+
+
+def _unlike_sizes(seat: Seat) -> Told | None:
+    """Rank 0 expects one element more of rank 1 than it sends."""
+    group = seat.open()
+    expected = [2, 3, 2] if seat.rank == 0 else [2, 2, 2]
+    work = group.all_to_all(torch.empty(sum(expected)), torch.ones(6), expected, [2, 2, 2])
+    return told(work.wait) if seat.rank == 0 else None
+
+
+def test_unlike_sizes_of_an_all_to_all_are_told(ranks: WarmRanks) -> None:
+    kind, text, _ = ranks.run(_unlike_sizes)[0]
+    assert kind is CollectiveError and "rank 0 (dp=0)" in text and "rank 1 (dp=1)" in text, text
+
+
+def _unlike_message(seat: Seat) -> Told | None:
+    group = seat.open()
+    if seat.rank == 0:
+        group.send(torch.ones(3), 1).wait()
+        return None
+    return told(group.recv(torch.ones(4), 0).wait) if seat.rank == 1 else None
+
+
+def test_an_unlike_message_is_told_where_it_arrives(ranks: WarmRanks) -> None:
+    kind, text, _ = ranks.run(_unlike_message)[1]
+    assert kind is CollectiveError
+    assert text.startswith("recv of float32[4] from rank 0 (dp=0) on rank 1 (dp=1) met float32[3] from rank 0 (dp=0)"), text
+
+
+def _meaningless(seat: Seat) -> list[str]:
+    group = seat.open()
+    pair = torch.ones(2, dtype=torch.complex64)
+    found = [
+        told(lambda: group.all_reduce(pair, "max")),
+        told(lambda: group.all_reduce(torch.ones(2), "xor")),
+        told(lambda: group.all_reduce(torch.ones(2, dtype=torch.bool), "avg")),
+        told(lambda: group.reduce_scatter(torch.ones(2), torch.ones(5))),
+        told(lambda: group.all_gather(torch.ones(6, dtype=torch.int32), torch.ones(2))),
+        told(lambda: group.all_to_all(torch.ones(2), torch.ones(2), [1, 1, 0], [1, 1, 1])),
+        told(lambda: group.gather([torch.ones(2)], torch.ones(2), seat.rank)),
+    ]
+    group.barrier().wait()  # nothing was started
+    group.close()
+    found.append(told(lambda: group.all_reduce(torch.ones(2))))
+    assert all(kind is CollectiveError for kind, _, _ in found)
+    return [text for _, text, _ in found]
+
+
+def test_calls_without_a_meaning_are_refused_where_they_are_made(ranks: WarmRanks) -> None:
+    complex_max, float_xor, bool_avg, scatter, gather, sizes, outputs, closed = ranks.run(_meaningless)[1]
+    assert complex_max == "Tensors of torch.complex64 cannot be reduced by max."
+    assert float_xor == "Tensors of torch.float32 cannot be reduced by xor."
+    assert bool_avg == "Tensors of torch.bool cannot be reduced by avg."
+    assert "float32[5] is not 3 times float32[2]" in scatter
+    assert "int32[6] is not 3 times float32[2]" in gather
+    assert "sends [1, 1, 1] of 2 elements" in sizes
+    assert "needs 3 tensors of float32[2], and was given float32[2]" in outputs
+    assert closed == "rank 1 (dp=1) has closed its group: nothing can run in it."
+
+
+def _one_stays_away(seat: Seat) -> list[Told]:
+    group, other = seat.open(timeout_seconds=1.0), seat.open(timeout_seconds=1.0)
+    group.broadcast(torch.ones(2), 2).wait()
+    other.barrier().wait()
+    if seat.rank == 1:
+        return []
+    return [told(group.all_reduce(torch.ones(3)).wait), told(other.recv(torch.ones(3), 1).wait)]
+
+
+def test_a_rank_that_stays_away_is_named_at_the_timeout(ranks: WarmRanks) -> None:
+    answers = ranks.run(_one_stays_away)
+    for rank in (0, 2):
+        collective, message = answers[rank]
+        assert collective[0] is message[0] is PeerLostError
+        assert collective[1] == (
+            f"rank {rank} (dp={rank}) waited too long for rank 1 (dp=1) in all_reduce of float32[3]: longer than 1 s. "
+            "rank 1 (dp=1) has started broadcast of float32[2] with root 2 last."
+        )
+        assert message[1].startswith(f"rank {rank} (dp={rank}) waited too long for rank 1 (dp=1) in recv of float32[3] from rank 1 (dp=1): ")
+        assert min(collective[2], message[2]) >= 1.0
+
+
+def _one_does_not_open(seat: Seat) -> Told | None:
+    return None if seat.rank == 1 else told(lambda: seat.open(timeout_seconds=1.0))
+
+
+def test_a_rank_that_does_not_open_the_group_is_named(ranks: WarmRanks) -> None:
+    answers = ranks.run(_one_does_not_open)
+    for rank in (0, 2):
+        kind, text, _ = answers[rank]
+        assert kind is PeerLostError and "rank 1 (dp=1)" in text, text
+
+
+def _one_aborts(seat: Seat) -> tuple[Told, Told]:
+    group = seat.open()
+    group.barrier().wait()
+    if seat.rank == 1:
+        work = group.all_reduce(torch.ones(3))
+        group.abort()
+        group.abort()
+        return told(work.wait), told(group.barrier)
+    receiving = group.recv(torch.ones(2), 1)
+    return told(lambda: [group.all_reduce(torch.ones(3)).wait() for _ in range(2)]), told(receiving.wait)  # the second one lacks rank 1
+
+
+def test_abort_ends_operations_of_all_ranks(ranks: WarmRanks) -> None:
+    for rank, answers in enumerate(ranks.run(_one_aborts)):
+        for kind, text, _ in answers:
+            assert kind is PeerLostError
+            assert text.startswith(f"rank {rank} (dp={rank})") and ("rank 1 (dp=1)" in text), text
+
+
+@pytest.fixture
+def small_directory(tmp_path: Path) -> Iterator[Path]:
+    """8 MiB in memory."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", directory], capture_output=True).returncode:
+        pytest.skip("Mounting needs root.")
+    yield directory
+    subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def _too_little(seat: Seat, directory: str) -> list[Told]:
+    group = seat.open(files=Named(Path(directory)))
+    group.all_reduce(torch.ones(100_000)).wait()
+    found = [told(lambda: group.window(6 << 20))]  # each of the three is smaller than what there is
+    group.barrier().wait()
+    # A send takes memory for the whole message; nobody receives it.
+    found.append(told(group.send(torch.ones(3 << 20), (seat.rank + 1) % 3).wait))
+    return found
+
+
+def test_too_little_memory_is_told_with_both_sizes(ranks: WarmRanks, small_directory: Path) -> None:
+    answers = ranks.run(_too_little, str(small_directory))
+    for window, message in answers:
+        assert window[0] is message[0] is CollectiveError
+        assert "MiB" in window[1] or "too little memory for a window of 6291456 bytes" in window[1], window[1]
+    for text in (*(message[1] for _, message in answers), next(window[1] for window, _ in answers if "are needed" in window[1])):
+        assert " MiB are needed, and " in text and " MiB are free there" in text and "--transport gloo" in text, text
+
+
+def _nearly_all(seat: Seat, directory: str) -> bool | None:
+    """Messages of 4 and 3 MiB that lie in 8 MiB at the same time."""
+    if seat.rank == 2:
+        return None
+    group = seat.open([0, 1], files=Named(Path(directory)))
+    if seat.rank == 0:
+        for size in (4, 3):
+            group.send(torch.full((size << 20,), size, dtype=torch.uint8), 1).wait()
+        group.barrier().wait()
+        return None
+    group.barrier().wait()
+    received = [torch.empty(size << 20, dtype=torch.uint8) for size in (4, 3)]
+    for tensor in received:
+        group.recv(tensor, 0).wait()
+    return all(bool((tensor == size).all()) for tensor, size in zip(received, (4, 3), strict=True))
+
+
+def test_what_fits_is_sent_though_twice_as_much_would_not(ranks: WarmRanks, small_directory: Path) -> None:
+    assert ranks.run(_nearly_all, str(small_directory))[1] is True

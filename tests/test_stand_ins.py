@@ -1,0 +1,43 @@
+"""Stand-ins are the tensors themselves where that is right, and copies that find their way back where it is not."""
+
+from __future__ import annotations
+
+import torch
+
+from meshloom.comm.stand_ins import StandIns
+
+
+def test_tensors_of_the_host_stand_for_themselves():
+    near, tensor = StandIns(), torch.zeros(3)
+    assert near.read(tensor) is tensor
+    for host in (near.changed(tensor), near.written(tensor), near.written(tensor, apart_from=torch.zeros(3))):
+        assert host.data_ptr() == tensor.data_ptr()
+    near.arrive()
+    near.bring_back()
+    near.follow()
+
+
+def test_what_is_written_does_not_touch_what_is_read():
+    whole = torch.arange(6.0)
+    near, part = StandIns(), whole[2:4]
+    host = near.written(whole, apart_from=[torch.zeros(1), part])
+    host.fill_(7.0)
+    assert part.tolist() == [2.0, 3.0]
+    near.bring_back()
+    assert whole.tolist() == [7.0] * 6
+
+
+def test_neighbours_in_one_storage_are_told_apart():
+    whole = torch.zeros(4, 4)
+    assert StandIns().written(whole[:2], apart_from=whole[2:]).data_ptr() == whole.data_ptr()
+    columns = StandIns().written(whole[:, :2], apart_from=whole[:, 2:])  # interleaved: taken for overlapping
+    assert columns.data_ptr() != whole.data_ptr()
+
+
+def test_lists_become_one_piece_and_again_lists():
+    near = StandIns()
+    parts = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T, torch.empty(0), torch.tensor(5.0)]
+    assert near.joined(parts).tolist() == [1.0, 3.0, 2.0, 4.0, 5.0]
+    near.parted(parts).copy_(torch.arange(5.0))
+    near.bring_back()
+    assert [part.tolist() for part in parts] == [[[0.0, 1.0], [2.0, 3.0]], [], 4.0]

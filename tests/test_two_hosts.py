@@ -1,0 +1,89 @@
+"""Ranks in two network namespaces, which count as two hosts, train as one device does; a lost rank is noticed on both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshloom.comm import shm
+from tests import two_hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+JOB = str(Path(__file__).with_name("hosts_job.py"))
+MACHINES = "through shared memory on each of 2 machines and over Gloo between them"
+SECONDS_TO_TELL = 10.0
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[str]]:
+    if reason := two_hosts.why_not():
+        pytest.skip(reason)
+    if reason := shm.why_not():
+        pytest.skip(reason)
+    with two_hosts.two_hosts() as names:
+        yield names
+
+
+def _answers(hosts: list[str], command: list[str], places: list[int]) -> tuple[str, str]:
+    """What rank 0 prints to stdout, and all ranks' errors; all end well."""
+    with two_hosts.ranks_on(hosts, command, places) as processes:
+        said = [process.communicate(timeout=120) for process in processes]
+        errors = "\n".join(error for _, error in said)
+        assert [process.returncode for process in processes] == [0] * len(places), errors
+        return said[0][0], errors
+
+
+@pytest.mark.parametrize(
+    ("plan", "places", "talking"),
+    [
+        ("dp=4", [0, 0, 1, 1], f"talking {MACHINES}"),
+        ("dp=4", [0, 1, 0, 1], f"talking {MACHINES}"),
+        ("dp=4,zero=1", [0, 0, 1, 1], f"talking {MACHINES}"),
+        ("dp=3", [0, 0, 1], "talking over Gloo (1 rank on 1 machine and 2 ranks on 1 machine)"),
+        ("dp=2,pp=2,microbatches=2", [0, 0, 1, 1], "talking along dp through shared memory, along pp over Gloo"),
+        ("pp=4,microbatches=4", [0, 0, 1, 1], f"talking {MACHINES}"),
+    ],
+)
+def test_a_plan_on_two_hosts_equals_one_device(hosts: list[str], plan: str, places: list[int], talking: str):
+    command = ["-m", "meshloom", "verify", JOB, "--plan", plan, "--devices", "cpu", "--steps", "2", "--dtype", "float64", "--json", "-"]
+    out, _ = _answers(hosts, command, places)
+    end = json.loads(out.splitlines()[-1])
+    assert end["passed"] and end["devices"].endswith(talking)
+
+
+def test_each_rank_sends_its_part_of_the_bytes_between_hosts(hosts: list[str]):
+    """A ring of all 4 ranks sends 2 * 3/4 of the tensor from each host; rings of 2 ranks for each half send once the tensor."""
+    ours, gloo = (json.loads(_answers(hosts, ["-m", "tests.hosts_rank", transport], [0, 0, 1, 1])[0]) for transport in ("auto", "gloo"))
+    assert ours["well"] and gloo["well"]
+    assert ours["why"].endswith(MACHINES) and gloo["why"].endswith("talking over Gloo: asked for")
+    tensor = 8 << 20
+    assert tensor <= ours["bytes"] < 1.15 * tensor  # headers, and the barrier
+    assert gloo["bytes"] > 1.4 * tensor
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_rank_ends_all_others_on_both_hosts(hosts: list[str], victim: int, tmp_path: Path):
+    words = ["-m", "meshloom", "train", JOB, "--plan", "dp=4", "--devices", "cpu", "--steps", "1000000", "--json", "-"]
+    with two_hosts.ranks_on(hosts, words, [0, 0, 1, 1]) as processes:
+        first = processes[0].stdout
+        assert first
+        while '"step"' not in first.readline():
+            assert processes[0].poll() is None, processes[0].stderr and processes[0].stderr.read()
+        processes[victim].kill()
+        killed = time.monotonic()
+        for rank, process in enumerate(processes):
+            if rank != victim:
+                try:
+                    _, errors = process.communicate(timeout=SECONDS_TO_TELL + 20)
+                except subprocess.TimeoutExpired:
+                    pytest.fail(f"rank {rank} goes on")
+                assert process.returncode == 1
+                assert "PeerLostError" in errors, errors
+                if victim // 2 == rank // 2:
+                    assert f"lost rank {victim} (dp={victim})" in errors, errors
+        assert time.monotonic() - killed < SECONDS_TO_TELL

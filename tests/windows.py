@@ -1,0 +1,56 @@
+"""Memory in common for simulated ranks: what `ShmGroup.window` is for processes, in one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.simulated import SimulatedGroup
+
+
+class OneProcess:
+    """The windows of one simulated group, as one of its ranks sees them: the rank that comes first makes the tensors."""
+
+    _made: ClassVar[WeakKeyDictionary[Any, list[list[Tensor]]]] = WeakKeyDictionary()  # of each group
+
+    def __init__(self, group: Group) -> None:
+        inner = group.group if isinstance(group, RecordedGroup) else group
+        assert isinstance(inner, SimulatedGroup)
+        self._size, self._windows, self._next = inner.size, self._made.setdefault(inner._meeting, []), 0
+
+    def window(self, num_bytes: int, owner: int | None = None) -> Pieces:
+        """The next one of this rank."""
+        if self._next == len(self._windows):
+            sizes = [num_bytes if owner in (None, rank) else 0 for rank in range(self._size)]
+            self._windows.append([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+        self._next += 1
+        return Pieces(self._windows[self._next - 1])
+
+
+class Pieces:
+    """One window."""
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        self._memory = memory
+
+    def of(self, rank: int) -> Tensor:
+        """As in `comm/windows.py`."""
+        return self._memory[rank]
+
+
+def give_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated ranks have memory in common from now on."""
+    known: WeakKeyDictionary[SimulatedGroup, OneProcess] = WeakKeyDictionary()
+
+    def window(self: SimulatedGroup, num_bytes: int, owner: int | None = None) -> Pieces:
+        if self not in known:
+            known[self] = OneProcess(self)
+        return known[self].window(num_bytes, owner)
+
+    monkeypatch.setattr(SimulatedGroup, "window", window, raising=False)
