@@ -29,7 +29,6 @@ from meshloom.report.progress import Listener, Progress
 from meshloom.trainer import Trainer
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors
 
-
 pytestmark = pytest.mark.long
 
 

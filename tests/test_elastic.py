@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from meshloom.errors import PlanError, TrainingError
 from meshloom.exchange.elastic.circumstances import Circumstances, Incident, parse_incidents
-from tests.counting import Account, ahead, applied, count
+from meshloom.exchange.elastic.clocks import Clocks
+from meshloom.exchange.elastic.ledger import Ledger
+from tests.counting import Account, Counts, ahead, applied, count
 
 MOMENTS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.5, 7.0, 7.01, 9.0, 12.0, 16.0])  # some fall together with a step's end
 SECONDS = st.sampled_from([0.1, 0.3, 0.7, 1.0, 1.0, 1.3, 2.9, 10.0])
@@ -141,3 +143,24 @@ def test_wrong_circumstances_are_refused() -> None:
     for wrong in (lambda: Circumstances(jitter=1.0), lambda: Circumstances(latency_seconds=-1.0), lambda: parse_incidents("kill:-1@3")):
         with pytest.raises(PlanError):
             wrong()
+
+
+# --- The checks see what they should.
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong"),
+    [
+        (Ledger, "give_back", lambda self, share: self._out.remove(share)),  # a lost worker's share is forgotten
+        (Clocks, "may_begin", lambda self, worker: True),  # nobody waits
+        (Ledger, "of", staticmethod(lambda state: Ledger(state["next_share"] + 1))),  # a share too much counts as done after a restart
+        (Counts, "snapshot", lambda self: self.counts),  # a snapshot that goes on changing
+        (Clocks, "remove", lambda self, worker: None),  # who is gone is waited for
+    ],
+)
+def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, wrong: Any) -> None:
+    monkeypatch.setattr(where, name, wrong)
+    with pytest.raises((AssertionError, TrainingError)):
+        for incidents in ("kill:1@2.5", "kill:1@2.5+server:0@7.5/1"):
+            seen = Circumstances(step_seconds=(1, 1, 3), incidents=parse_incidents(incidents))
+            check_any(seen, num_servers=1, num_workers=3, staleness=2, steps=20, keep_every=5)
