@@ -17,6 +17,7 @@ from rich.console import Console
 
 from meshloom.cluster import Link, load, machine_file, save
 from meshloom.errors import JobError, PlanError
+from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verb == "describe":
             return _run_here(arguments)
         plan = _plan(arguments)
+        if plan.exchange == "async" and arguments.verb == "train":
+            return _run_here(arguments)
         if arguments.verb == "verify":
             check_promised(plan)
         kind, _ = choose_devices(plan.mesh, arguments.devices)
@@ -106,6 +109,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
     train.add_argument("--out", metavar="DIR", help="write checkpoints here")
     train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")
+    train.add_argument(
+        "--snapshot-every", type=int, default=100, metavar="N", help="exchange=async: updates between the servers' snapshots (default: 100)"
+    )
+    train.add_argument(
+        "--step-seconds", metavar="LIST", help="exchange=async on a virtual clock: what each worker needs for a share, like 1,1,1,3 (default: 1)"
+    )
+    train.add_argument("--latency-seconds", type=float, metavar="S", help="exchange=async on a virtual clock: what every message takes (default: 0)")
+    train.add_argument(
+        "--incidents", metavar="LIST",
+        help="exchange=async on a virtual clock: who is killed, joins or leaves when, like kill:2@10+join:2@15+leave:1@20+server:0@30/5",
+    )  # fmt: skip
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
     verify.add_argument("--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)")
     describe = verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs")
@@ -173,6 +187,8 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         transport=arguments.transport,
         share=True,
         listener=listener,
+        circumstances=_circumstances(arguments),
+        snapshot_every=arguments.snapshot_every,
     ) as trainer:
         if trainer.world.main:
             _announce(trainer, terminal, records)
@@ -185,16 +201,32 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
     return 0
 
 
+def _circumstances(arguments: argparse.Namespace) -> Circumstances | None:
+    """What the command line says of a virtual clock; None: nothing."""
+    if arguments.step_seconds is None and arguments.latency_seconds is None and arguments.incidents is None:
+        return None
+    try:
+        step_seconds = tuple(float(each) for each in arguments.step_seconds.split(",")) if arguments.step_seconds else ()
+    except ValueError:
+        raise PlanError(f"--step-seconds {arguments.step_seconds} must be seconds joined by commas, like 1,1,1,3.") from None
+    return Circumstances(
+        step_seconds=step_seconds,
+        latency_seconds=arguments.latency_seconds or 0.0,
+        incidents=parse_incidents(arguments.incidents) if arguments.incidents else (),
+    )
+
+
 def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     job, plan = trainer.job, trainer.plan
-    parameters = trainer.replicas[0].num_parameters()
-    name = type(trainer.replicas[0].model).__name__
-    per_replica = f"{how_many(plan.dp, 'replica')} x {how_many(plan.microbatches, 'chunk')}"
+    model = trainer.asynchronous.model if trainer.asynchronous else trainer.replicas[0].model
+    parameters = sum(each.numel() for each in model.parameters()) if trainer.asynchronous else trainer.replicas[0].num_parameters()
+    name = type(model).__name__
+    per_replica = f"{how_many(plan.dp, 'worker' if trainer.asynchronous else 'replica')} x {how_many(plan.microbatches, 'chunk')}"
     start = f", from step {trainer.next_step}" if trainer.next_step else ""
     terminal.start(
         f"{name}, {parameters:,} parameters; batches of {how_many(job.batch_size, 'sample')} over {per_replica}; {how_many(trainer.steps, 'step')}{start}"
     )
-    staged = trainer.replicas[0].staged
+    staged = trainer.replicas[0].staged if trainer.replicas else None
     division = staged.division if staged else None
     if division is not None and division.rates is not None:
         terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")

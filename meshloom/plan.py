@@ -73,6 +73,7 @@ class Plan:
         async: servers update with every push. local_sgd, diloco: each replica steps by itself, and every `local_steps` they average parameters.
     servers: ranks that are servers too: the first of the replicas, over which the elements are divided evenly.
     staleness: how many steps the fastest worker may be ahead of the slowest; None: any number. 0 makes exchange=async to exchange=server.
+    rate_by_age: with exchange=async, learning rates are divided by the age of the gradient's parameters: the updates made since, if more than one.
     local_steps: steps that each replica takes between averages.
     outer_learning_rate, outer_momentum: of diloco's outer step, Nesterov momentum on the averaged change of parameters.
     compress: gradients travel as bf16, as matrices of low rank (powersgd:4) or as their largest elements (topk:0.01, a share of them).
@@ -107,6 +108,7 @@ class Plan:
     exchange: str = "all_reduce"
     servers: int = 1
     staleness: int | None = None
+    rate_by_age: bool = False
     local_steps: int = 1
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9

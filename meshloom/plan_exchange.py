@@ -30,6 +30,8 @@ class ExchangeSettings(Protocol):
     @property
     def staleness(self) -> int | None: ...
     @property
+    def rate_by_age(self) -> bool: ...
+    @property
     def local_steps(self) -> int: ...
     @property
     def outer_learning_rate(self) -> float: ...
@@ -100,6 +102,7 @@ def _check_belongs(plan: ExchangeSettings) -> None:
     belongs = {
         "servers": (plan.servers != 1, ("server", "async")),
         "staleness": (plan.staleness is not None, ("async",)),
+        "rate_by_age": (plan.rate_by_age, ("async",)),
         "local_steps": (plan.local_steps != 1, ("local_sgd", "diloco")),
         "outer_learning_rate": (plan.outer_learning_rate != 0.7, ("diloco",)),
         "outer_momentum": (plan.outer_momentum != 0.9, ("diloco",)),

@@ -13,11 +13,13 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from meshloom.asynchronous.run import AsynchronousRun, Settings
 from meshloom.comm.activity import Phase
 from meshloom.comm.record import Count
 from meshloom.comm.turns import Steps, advance_one, run_in_steps
 from meshloom.comm.values import collect
 from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError
+from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.job import Job
 from meshloom.launch import World, launched_plan, open_world
 from meshloom.mesh import Axis
@@ -80,6 +82,8 @@ class Trainer:
     share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that talk through shared memory. Only the
         optimizer may change parameters then: what a loop of one's own does to them in place would be done by each replica to the one copy, and
         is an error where it is seen. `meshloom train` shares.
+    circumstances, snapshot_every: with exchange=async, what happens on the virtual clock, and updates between the servers' snapshots. Such a run
+        has no loop of one's own: `fit()` goes through it, and `asynchronous` has its model and its ages.
     """
 
     def __init__(
@@ -96,22 +100,24 @@ class Trainer:
         dtype: torch.dtype | None = None,
         share: bool = False,
         listener: Listener | None = None,
+        circumstances: Circumstances | None = None,
+        snapshot_every: int = 100,
     ) -> None:
         if not isinstance(job, Job):
             raise JobError(f"Trainer takes a Job, not a {type(job).__name__}.")
         self.job = job
         self.plan = _plan(plan)
         self.plan.check_batch(job.batch_size)
-        if self.plan.exchange == "async":
-            raise PlanError(
-                "exchange=async cannot be trained by this version. Use exchange=server, which updates once a step, or exchange=local_sgd."
-            )
         self.steps = steps if steps is not None else job.steps
         if self.steps < 1:
             raise JobError(f"steps={self.steps} must be 1 or more.")
         self.out = Path(out) if out is not None else None
         self.next_step = 0
         self.listener = listener or Listener()
+        self.replicas: list[Replica] = []
+        self.asynchronous: AsynchronousRun | None = None
+        if circumstances is not None and self.plan.exchange != "async":
+            raise PlanError(f"circumstances are of a virtual clock, which only exchange=async has, and the plan is {self.plan}. Leave them out.")
         self._stack = ExitStack()
         self._readers: list[Reader] = []
         self._evaluation_data: Any = None
@@ -121,6 +127,16 @@ class Trainer:
         with self._stack as building:
             self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport))
             self._enter("setting up")
+            if self.plan.exchange == "async":
+                settings = Settings(
+                    steps=self.steps, out=self.out, resume=Path(resume) if resume is not None else None, dtype=dtype,
+                    snapshot_every=snapshot_every, circumstances=circumstances or Circumstances(),
+                )  # fmt: skip
+                self.asynchronous = AsynchronousRun(job, self.plan, self.world, settings, self.listener)
+                self.next_step = self.asynchronous.next_step
+                self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}, on a virtual clock"))
+                self._stack = building.pop_all()
+                return
             self.replicas = [Replica(job, self.plan, seat, dtype=dtype, share=share) for seat in self.world.local]
             for replica in self.replicas:
                 building.callback(replica.close)
@@ -138,6 +154,7 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """This process's share of every global batch that is left, in order."""
+        self._refuse_loop()
         try:
             self._enter("reading")
             self._readers = self.together(self._open_reader)
@@ -148,6 +165,7 @@ class Trainer:
 
     def step(self, batch: Batch) -> float:
         """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
+        self._refuse_loop()
         started, held_up = time.monotonic(), self._held_up()
         recorded = self.plan.pp > 1 and self.out is not None and is_kept(batch.step + 1, self._start_step, self.steps)
         for replica in self.replicas:
@@ -185,6 +203,8 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
+        if self.asynchronous:
+            return self.asynchronous.evaluate()
         if self.job.evaluate is None:
             raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
         self._enter("evaluating")
@@ -198,6 +218,8 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; its path."""
+        if self.asynchronous:
+            return self.asynchronous.save()
         if self.out is None:
             raise CheckpointError("There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY.")
         out = self.out
@@ -225,6 +247,10 @@ class Trainer:
 
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
+        if self.asynchronous:
+            summary = self.asynchronous.fit()
+            self.next_step = self.asynchronous.next_step
+            return summary
         evaluation: dict[str, float] = {}
         saved: Path | None = None
         began = time.monotonic()
@@ -340,8 +366,17 @@ class Trainer:
             reader.close()
         self._readers = []
 
+    def _refuse_loop(self) -> None:
+        if self.asynchronous:
+            raise PlanError("exchange=async has no steps that all workers take together, so there is no loop of one's own. Use Trainer.fit().")
+
     def _resume(self, directory: Path) -> None:
         checkpoint = Checkpoint.open(find(directory))
+        if "asynchronous" in checkpoint.values:
+            raise CheckpointError(
+                f"{checkpoint.path} was written under {checkpoint.plan_text}, whose steps are shares of a batch that workers push one by one. "
+                "Go on with exchange=async, or start a new run."
+            )
         for name, here in (("seed", self.job.seed), ("batch_size", self.job.batch_size)):
             if checkpoint.values[name] != here:
                 raise CheckpointError(

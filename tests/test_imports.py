@@ -19,6 +19,7 @@ ORDER = [
     ["__init__"],
     ["verify"],
     ["trainer"],
+    ["asynchronous"],
     ["launch"],
     ["report"],
     ["planner"],

@@ -288,11 +288,6 @@ def test_verification_names_local_steps() -> None:
             verify(even_sgd(), Plan.parse(f"dp=2,exchange={text}"), devices="simulated")
 
 
-def test_asynchronous_plans_are_refused() -> None:
-    with pytest.raises(PlanError, match="^exchange=async cannot be trained by this version"):
-        Trainer(even_sgd(), "dp=2,exchange=async", devices="simulated")
-
-
 def test_a_parameter_left_out_of_the_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     end = TakeMean.end
     monkeypatch.setattr(TakeMean, "end", lambda self, named, means: end(self, named[1:], means[1:]))

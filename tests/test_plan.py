@@ -41,7 +41,7 @@ shares = st.floats(0.0, 1.0, exclude_min=True)
 several = st.integers(2, 10**6)
 exchanges = st.one_of(
     st.builds(Plan, dp=several, exchange=st.just("server"), servers=st.integers(1, 2), overlap=st.booleans()),
-    st.builds(Plan, dp=counts, exchange=st.just("async"), servers=counts, staleness=st.none() | counts),
+    st.builds(Plan, dp=counts, exchange=st.just("async"), servers=counts, staleness=st.none() | counts, rate_by_age=st.booleans()),
     st.builds(Plan, dp=several, exchange=st.just("local_sgd"), local_steps=counts),
     st.builds(
         Plan,
@@ -82,6 +82,7 @@ def test_the_strategy_covers_every_field():
         "exchange",
         "servers",
         "staleness",
+        "rate_by_age",
         "local_steps",
         "outer_learning_rate",
         "outer_momentum",
@@ -166,7 +167,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         (
             "color=2",
             "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, "
-            "memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, local_steps, outer_learning_rate, outer_momentum, "
+            "memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, rate_by_age, local_steps, outer_learning_rate, outer_momentum, "
             "compress.",
         ),
         ("dp=2,exchange=servers", "exchange=servers is not known. Did you mean server?"),

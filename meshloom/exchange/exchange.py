@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -43,6 +44,17 @@ class Slice:
     def data(self) -> Tensor:
         """The elements themselves, flat, sharing memory with the parameter."""
         return self.parameter.data.view(-1)[self.start : self.stop]
+
+
+class Ownership(Protocol):
+    """What the one optimizer path has to know: what this rank updates, and which ranks update the rest."""
+
+    @property
+    def owned(self) -> Sequence[Slice]: ...
+    @property
+    def owners(self) -> Group | None: ...
+    @property
+    def one_copy(self) -> bool: ...
 
 
 class Exchange(ABC):

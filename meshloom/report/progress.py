@@ -16,7 +16,10 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How a run stands after a step."""
+    """How a run stands after a step.
+
+    age: of an asynchronous run, how many updates old the parameters behind the newest gradients were, on average. virtual_seconds: its clock, if virtual.
+    """
 
     step: int
     steps: int
@@ -27,6 +30,8 @@ class Progress:
     tokens_per_second: float | None
     seconds_left: float
     memory_bytes: int
+    age: float | None = None
+    virtual_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

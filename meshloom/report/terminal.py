@@ -79,7 +79,16 @@ class Terminal:
 
 
 def progress_text(
-    *, step: int, steps: int, loss: float, samples_per_second: float, tokens_per_second: float | None, seconds_left: float, memory_bytes: int
+    *,
+    step: int,
+    steps: int,
+    loss: float,
+    samples_per_second: float,
+    tokens_per_second: float | None,
+    seconds_left: float,
+    memory_bytes: int,
+    age: float | None = None,
+    virtual_seconds: float | None = None,
 ) -> str:
     """One line of progress.
 
@@ -88,7 +97,10 @@ def progress_text(
     """
     tokens = f"  {short(tokens_per_second)} tokens/s" if tokens_per_second is not None else ""
     width = len(str(steps))
-    return f"step {step:>{width}}/{steps}  loss {loss:.4f}  {short(samples_per_second)} samples/s{tokens}  {duration(seconds_left)} left  {memory(memory_bytes)}"
+    clock = f"  at {virtual_seconds:g} s" if virtual_seconds is not None else ""
+    old = f"  age {age:.1f}" if age is not None else ""
+    rates = f"{short(samples_per_second)} samples/s{tokens}"
+    return f"step {step:>{width}}/{steps}{clock}  loss {loss:.4f}{old}  {rates}  {duration(seconds_left)} left  {memory(memory_bytes)}"
 
 
 def evaluation_text(step: int, metrics: Mapping[str, float]) -> str:

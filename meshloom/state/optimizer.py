@@ -9,7 +9,8 @@ The optimizer objects stay, because schedulers hold them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.errors import CheckpointError, JobError
-from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.exchange import Ownership
 from meshloom.job import Job, NamedParameters
 from meshloom.mesh import Axis
 from meshloom.state.average_state import average_state
@@ -53,7 +54,7 @@ class Updater:
         self,
         job: Job,
         named_parameters: NamedParameters,
-        exchange: Exchange,
+        exchange: Ownership,
         shards: Shards | None = None,
         parts: NamedParameters | None = None,
         stages: Group | None = None,
@@ -93,11 +94,11 @@ class Updater:
         else:
             self._divide(names, dict(parts or named_parameters), reaches)
 
-    def update(self, gradients: Sequence[Tensor | None], loss: float) -> Steps[float | None]:
+    def update(self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0) -> Steps[float | None]:
         """Clip and step; the gradient's norm before clipping, None if the job does not clip.
 
         gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Clipping scales them in place.
-        loss: mean over the global batch, for schedulers that look at it.
+        loss: mean over the global batch, for schedulers that look at it. rate: what the learning rates are multiplied by in this update.
         """
         norm = None
         if self._job.clip_grad_norm is not None:
@@ -112,7 +113,8 @@ class Updater:
         if self._from_parts:
             yield from self._from_parts.fetch()
         for optimizer in self._optimizers:
-            optimizer.step()
+            with _scaled(optimizer, rate):
+                optimizer.step()
         for target, gradient in before:
             target.grad = gradient  # it is the exchange's
         if self._from_parts:
@@ -162,15 +164,15 @@ class Updater:
         """Bytes that `state` hands over, once it has run."""
         return {"all_gather": self._gathered[axis == "tp"]} if any(self._gathered) else {}
 
-    def state(self, world: Group) -> Steps[tuple[list[Piece], dict[str, Any]]]:
-        """This rank's pieces of the state's tensors, and JSON values that are equal on all ranks.
+    def state(self, world: Group, *, by_itself: bool = False) -> Steps[tuple[list[Piece], dict[str, Any]]]:
+        """This rank's pieces of the state's tensors, and JSON values that are equal on all ranks. by_itself: with all that it needs to load them again.
 
         Every rank of `world` calls it. Pieces of tensors that are divided over tp are gathered; with tp=1 nothing is sent.
         """
         pieces: list[Piece] = []
         parts: list[StatePart] = []
         for optimizer, held in zip(self._optimizers, self._held, strict=True):
-            ready, divided = state_pieces(optimizer, held)
+            ready, divided = state_pieces(optimizer, held, by_itself=by_itself)
             pieces += ready
             parts += divided
         if self._shards.pieces:
@@ -275,6 +277,19 @@ class Updater:
             which = self._shards.speaks_for(slice_.name)
             counted.append(which if isinstance(which, bool) else which[slice_.start : slice_.stop].to(self._device))
         return counted
+
+
+@contextmanager
+def _scaled(optimizer: Optimizer, rate: float) -> Iterator[None]:
+    """With the learning rates multiplied by `rate`; schedulers do not see it."""
+    own = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group and rate != 1.0]
+    for group, learning_rate in own:
+        group["lr"] = learning_rate * rate
+    try:
+        yield
+    finally:
+        for group, learning_rate in own:
+            group["lr"] = learning_rate
 
 
 def _keepers(sizes: Mapping[str, int], everywhere: set[str], shards: Shards, num_owners: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

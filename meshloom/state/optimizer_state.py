@@ -55,8 +55,11 @@ class StatePart:
     tensor: Tensor
 
 
-def state_pieces(optimizer: Optimizer, held: Sequence[Held]) -> tuple[list[Piece], list[StatePart]]:
-    """This rank's part of the state of `held`: what is ready to be saved, and what is still divided over tp."""
+def state_pieces(optimizer: Optimizer, held: Sequence[Held], *, by_itself: bool = False) -> tuple[list[Piece], list[StatePart]]:
+    """This rank's part of the state of `held`: what is ready to be saved, and what is still divided over tp.
+
+    by_itself: what is saved whole comes with every slice, so that the part can be loaded without the other ranks' parts.
+    """
     pieces: list[Piece] = []
     parts: list[StatePart] = []
     for each in held:
@@ -66,7 +69,7 @@ def state_pieces(optimizer: Optimizer, held: Sequence[Held]) -> tuple[list[Piece
             if isinstance(value, Tensor) and value.shape == each.tensor.shape and value.ndim > 0 and value.numel() > 0:
                 flat = value.detach().reshape(-1)
                 parts.append(StatePart(path, each, flat)) if each.shards else pieces.append(Piece(path, flat, each.start, each.stop, each.shape))
-            elif each.start == 0 < each.stop:
+            elif each.start < each.stop and (by_itself or each.start == 0):
                 pieces.append(_whole(path, value))
     return pieces, parts
 

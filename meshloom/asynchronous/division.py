@@ -1,0 +1,64 @@
+"""Divides the elements of a model's parameters over servers, as even in bytes as can be."""
+
+from __future__ import annotations
+
+from meshloom.errors import PlanError
+from meshloom.exchange.exchange import Slice
+from meshloom.job import Job, NamedParameters
+from meshloom.state.made import make_optimizers
+from meshloom.state.whole import divide
+
+
+def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
+    """Whether the job's optimizers look at whole parameters, so that no parameter may lie on two servers.
+
+    Raises `PlanError` for an optimizer that looks at all of them at once, or if there are fewer parameters than servers.
+    """
+    if num_servers == 1:
+        return False
+    made = make_optimizers(job, named)
+    if "optimizer" in made.reaches:
+        kind = type(made.optimizers[made.reaches.index("optimizer")]).__name__
+        raise PlanError(
+            f"{kind} looks at all parameters at once, and with servers={num_servers} no server has them all. Use servers=1, an optimizer that updates "
+            "each parameter by itself, or Job(elementwise=True) if it does."
+        )
+    whole = "parameter" in made.reaches
+    parts = len(named) if whole else sum(parameter.numel() for _, parameter in named)
+    if parts < num_servers:
+        raise PlanError(
+            f"servers={num_servers} is more than the {parts} {'parameters' if whole else 'elements'} of the model. Use servers={parts} or less."
+        )
+    return whole
+
+
+def divide_over_servers(named: NamedParameters, num_servers: int, *, whole: bool) -> list[list[Slice]]:
+    """What each server holds: consecutive elements, or with `whole` only whole parameters. In the order of the parameters.
+
+    >>> from torch import nn, zeros
+    >>> named = [("a", nn.Parameter(zeros(5))), ("b", nn.Parameter(zeros(3)))]
+    >>> [[(each.name, each.start, each.stop) for each in server] for server in divide_over_servers(named, 2, whole=False)]
+    [[('a', 0, 4)], [('a', 4, 5), ('b', 0, 3)]]
+    """
+    if whole:
+        servers = divide([parameter.nbytes for _, parameter in named], num_servers)
+        return [
+            [Slice(name, each, 0, each.numel()) for (name, each), server in zip(named, servers, strict=True) if server == number]
+            for number in range(num_servers)
+        ]
+    total = sum(parameter.nbytes for _, parameter in named)
+    parts: list[list[Slice]] = [[] for _ in range(num_servers)]
+    before = 0  # bytes of the parameters so far
+    for name, parameter in named:
+        for number, part in enumerate(parts):
+            first, last = (_element(total * each // num_servers - before, parameter.element_size()) for each in (number, number + 1))
+            start, stop = min(first, parameter.numel()), min(last, parameter.numel())
+            if start < stop or (parameter.numel() == 0 and number == 0):
+                part.append(Slice(name, parameter, start, stop))
+        before += parameter.nbytes
+    return parts
+
+
+def _element(num_bytes: int, element_size: int) -> int:
+    """The first element that begins at byte `num_bytes` or after it."""
+    return max(0, -(-num_bytes // element_size))

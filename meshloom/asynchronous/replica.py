@@ -1,0 +1,127 @@
+"""The model on which workers compute the gradient of a share, at the parameters that they were given.
+
+Simulated workers share one model: each share begins with all parameters and buffers as they were given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshloom.asynchronous.division import divide_over_servers, needs_whole
+from meshloom.asynchronous.parameters import changes_of
+from meshloom.comm.turns import run_in_steps
+from meshloom.errors import DataError, JobError, TrainingError
+from meshloom.exchange.alone import Alone
+from meshloom.exchange.elastic.worker import Computed
+from meshloom.job import Job
+from meshloom.loss import as_sum
+from meshloom.plan import Plan
+from meshloom.random import KeyedDraws, chunk_seed, seed_everything
+from meshloom.state.clipping import sum_of_squares
+from meshloom.state.data import Chunk, to_device
+from meshloom.state.model import build_model
+from meshloom.state.not_finite import find_not_finite
+from meshloom.state.tally import Tally
+
+
+class WorkerReplica:
+    """model: the job's. whole: whether servers hold whole parameters only."""
+
+    def __init__(self, job: Job, plan: Plan, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.model = build_model(job, device, dtype)
+        self._job = job
+        self._plan = plan
+        self._device = device
+        self._dtype = dtype
+        named = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+        if not named:
+            raise JobError("The model has no trainable parameters: every parameter has requires_grad=False, or there are none.")
+        self.whole = needs_whole(job, named, plan.servers)
+        self.division = divide_over_servers(named, plan.servers, whole=self.whole)
+        self._positions = {name: position for position, (name, _) in enumerate(named)}
+        self._gradients = Alone(named)
+        self._tally = Tally(device)
+
+    def load(self, values: Sequence[Sequence[Tensor]], buffers: Mapping[str, Tensor]) -> None:
+        """Take parameters from all servers' slices (in order of servers), and buffers by name."""
+        for slices, given in zip(self.division, values, strict=True):
+            for slice_, value in zip(slices, given, strict=True):
+                slice_.data().copy_(value)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
+
+    def compute(self, worker: int, chunks: Sequence[Chunk]) -> Computed:
+        """Mean gradient of a share at what was loaded. Raises `TrainingError` if its loss is no number."""
+        self.model.train()
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self._gradients.begin_step()
+        self._tally.begin()
+        for chunk in chunks:
+            data = self._data(chunk)
+            with ExitStack() as around:
+                self._begin(chunk, around)
+                root, _, _ = self._tally.add(self._job.loss(self.model, data), chunk)
+                root.backward()
+        total, weight, divisor = self._tally.result(chunks[0].batch)
+        self._check_finite(worker, chunks, total, weight)
+        gradients = run_in_steps([self._gradients.finish(divisor)])[0]
+        clips = self._job.clip_grad_norm is not None
+        computed = Computed(
+            gradients=[[self._cut(gradients[self._positions[each.name]], each.start, each.stop) for each in slices] for slices in self.division],
+            changes=changes_of(before, dict(self.model.named_buffers())),
+            loss=total / weight,
+            norm=float(sum_of_squares(gradients, self._device).sqrt()) if clips else math.nan,
+        )
+        self._gradients.begin_step()  # what was computed belongs to the push now
+        return computed
+
+    def evaluate(self, chunks: Iterable[Chunk]) -> dict[str, float]:
+        """Mean of every metric over the chunks, in evaluation mode, at what was loaded."""
+        assert self._job.evaluate
+        metrics = self._job.evaluate.metrics
+        sums = {name: [0.0, 0.0] for name in metrics}
+        self.model.eval()
+        with torch.no_grad():
+            for chunk in chunks:
+                data = self._data(chunk)
+                for name, metric in metrics.items():
+                    value, weight = as_sum(metric(self.model, data), chunk.samples, needs_gradient=False)
+                    sums[name][0] += float(value.double())
+                    sums[name][1] += float(weight)
+        return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+
+    @staticmethod
+    def _cut(gradient: Tensor | None, start: int, stop: int) -> Tensor | None:
+        return None if gradient is None else gradient[start:stop]
+
+    def _begin(self, chunk: Chunk, around: ExitStack) -> None:
+        seed_everything(chunk_seed(self._job.seed, chunk.step, chunk.index))
+        if self._plan.keyed_draws:
+            around.enter_context(KeyedDraws())
+
+    def _data(self, chunk: Chunk) -> object:
+        return to_device(chunk.data, self._device, self._dtype)
+
+    def _again(self, chunk: Chunk) -> Tensor:
+        with ExitStack() as around:
+            self._begin(chunk, around)
+            return as_sum(self._job.loss(self.model, self._data(chunk)), chunk.samples, needs_gradient=False)[0]
+
+    def _check_finite(self, worker: int, chunks: Sequence[Chunk], total: float, weight: float) -> None:
+        share = f"worker {worker}'s share of batch {chunks[0].step}"
+        if math.isfinite(total) and weight > 0:
+            return
+        if math.isfinite(total):
+            raise DataError(
+                f"The weights of {share} sum to {weight:g}, so there is no mean loss. Leave out samples without anything to average over."
+            )
+        where = find_not_finite(self.model, chunks, partial(self._again)) or "the sum over all chunks overflowed"
+        raise TrainingError(
+            f"The loss of {share} is {total / weight if weight else math.nan:g}: {where}. Lower the learning rate, clip gradients, or look at this share."
+        )

@@ -1,0 +1,83 @@
+"""The data of one push: what a replica of a synchronous plan would read of a global batch.
+
+Share n is the share of replica n % dp of batch n // dp, where all batches are full; of a short batch, replicas without samples are left out. Its samples, its
+chunks and their draws are those of the synchronous plan, so with dp=1 a share is a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.errors import JobError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.random import preserved_draws
+from meshloom.state.chunks import Chunk, Cut, cut_batch, share_of
+from meshloom.state.data import build_dataset, is_stream
+from meshloom.state.map_data import Batches, ChunkSource, Request
+from meshloom.state.reading import Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Chunks `cuts` of the global batch of step `step`, which belongs to `epoch`; indices: of its samples in the dataset, in order."""
+
+    epoch: int
+    step: int
+    cuts: list[Cut]
+    indices: list[int]
+
+
+class Shares:
+    """The shares of a job's data under a plan. The data is read where this is."""
+
+    def __init__(self, job: Job, plan: Plan) -> None:
+        dataset = build_dataset(job.data, job.seed)
+        if is_stream(dataset, "Job(data=...)"):
+            raise JobError(
+                f"exchange=async gives samples out by their number, and Job(data=...) built an iterable {type(dataset).__name__}. "
+                "Use a map-style dataset, or another exchange."
+            )
+        self.num_samples = len(dataset)
+        self._plan = plan
+        self._batches = Batches(job, self.num_samples)
+        self._source: Any = ChunkSource(dataset, job)
+        self._epoch = [
+            (batch, replica)
+            for batch in range(self._batches.per_epoch)
+            for replica in range(plan.dp)
+            if any(cut.samples for cut in share_of(replica, cut_batch(self._batches.size(batch), plan), plan))
+        ]
+
+    @property
+    def per_epoch(self) -> int:
+        """Shares of an epoch."""
+        return len(self._epoch)
+
+    def first_of(self, step: int) -> int:
+        """The first share of global batch `step`."""
+        epoch, batch = divmod(step, self._batches.per_epoch)
+        return epoch * self.per_epoch + next(number for number, (of, _) in enumerate(self._epoch) if of == batch)
+
+    def find(self, number: int) -> Share:
+        """Share `number`, from 0 over all epochs."""
+        epoch, position = divmod(number, self.per_epoch)
+        batch, replica = self._epoch[position]
+        step = epoch * self._batches.per_epoch + batch
+        _, indices = self._batches.of(step)
+        cuts = [cut for cut in share_of(replica, cut_batch(len(indices), self._plan), self._plan) if cut.samples]
+        return Share(epoch=epoch, step=step, cuts=cuts, indices=indices[cuts[0].start : cuts[-1].stop])
+
+    def read(self, number: int) -> list[Chunk]:
+        """The chunks of share `number`; `batch` of each is the share's number of samples. Raises `DataError` when the job's data fails."""
+        share = self.find(number)
+        first, total = share.cuts[0].start, len(share.indices)
+        chunks: list[Chunk] = []
+        for cut in share.cuts:
+            with preserved_draws():
+                data = self._source[Request(share.step, cut.index, share.epoch, share.indices[cut.start - first : cut.stop - first])]
+            if isinstance(data, Failure):
+                raise data.to_error()
+            chunks.append(Chunk(share.step, total, cut.index, cut.samples, data))
+        return chunks

@@ -1,0 +1,166 @@
+"""Asynchronous runs on a virtual clock: the bound, exactly once, no deadlock, whoever comes, goes or is killed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshloom.errors import PlanError, TrainingError
+from meshloom.exchange.elastic.circumstances import Circumstances, Incident, parse_incidents
+from meshloom.exchange.elastic.clocks import Clocks
+from meshloom.exchange.elastic.ledger import Ledger
+from tests.counting import Account, Counts, ahead, applied, count
+
+MOMENTS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.5, 7.0, 7.01, 9.0, 12.0, 16.0])  # some fall together with a step's end
+SECONDS = st.sampled_from([0.1, 0.3, 0.7, 1.0, 1.0, 1.3, 2.9, 10.0])
+WORKERS = st.integers(0, 5)
+
+
+def incident(what: Any) -> st.SearchStrategy[Incident]:
+    number = st.integers(0, 2) if what == "server" else WORKERS
+    return st.builds(Incident, what=st.just(what), number=number, at_seconds=MOMENTS, away_seconds=st.sampled_from([0.0, 0.4, 3.0]))
+
+
+INCIDENTS = st.lists(st.one_of(*(incident(what) for what in ("kill", "join", "leave", "suspect", "server"))), max_size=10)
+
+
+@st.composite
+def circumstances(draw: st.DrawFn) -> Circumstances:
+    """Anything may happen; late a worker comes, because all others may have gone."""
+    return Circumstances(
+        step_seconds=tuple(draw(st.lists(SECONDS, min_size=1, max_size=6))),
+        latency_seconds=draw(st.sampled_from([0.0, 0.01, 0.3, 2.0])),
+        jitter=draw(st.sampled_from([0.0, 0.5])),
+        notice_seconds=draw(st.sampled_from([0.0, 0.5, 5.0])),
+        duplicate_every=draw(st.sampled_from([0, 0, 1, 3])),
+        incidents=(*draw(INCIDENTS), Incident(what="join", number=9, at_seconds=40.0)),
+    )
+
+
+def check(account: Account, num_servers: int, staleness: int | None, steps: int) -> None:
+    assert account.finals == [Counter(applied(account))] * num_servers, "what servers hold is the surviving history, each of it once"
+    assert set(account.finals[0].values()) <= {1}, "a share was applied twice"
+    assert len(account.history) == steps
+    ledger = account.states[steps]["ledger"]
+    assert sorted(applied(account) + ledger["free"]) == list(range(ledger["next_share"])), "a share is neither applied nor free"
+    assert staleness is None or max(account.gaps) <= staleness
+    assert account.reported_ages == Counter(account.ages)
+    assert account.left == 0
+
+
+def check_any(seen: Circumstances, num_servers: int, num_workers: int, staleness: int | None, steps: int, keep_every: int) -> None:
+    account = count(seen, num_servers=num_servers, num_workers=num_workers, staleness=staleness, steps=steps, keep_every=keep_every)
+    check(account, num_servers, staleness, steps)
+
+
+RUNS: dict[str, Any] = {
+    "seen": circumstances(),
+    "num_servers": st.integers(1, 3),
+    "num_workers": st.integers(1, 6),
+    "staleness": st.sampled_from([None, 1, 2, 4]),
+    "steps": st.integers(1, 40),
+    "keep_every": st.integers(1, 12),
+}
+
+
+@given(**RUNS)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_whatever_happens(**run: Any) -> None:
+    check_any(**run)
+
+
+@pytest.mark.slow
+@given(**RUNS)
+@settings(max_examples=5_000, deadline=None)
+def test_whatever_happens_many_times(**run: Any) -> None:
+    check_any(**run)
+
+
+# --- What the clock and the bound come to.
+
+
+@given(
+    step_seconds=st.lists(SECONDS, min_size=4, max_size=4).map(tuple),
+    latency=st.sampled_from([0.0, 0.3]),
+    killed=st.sets(st.sampled_from([0, 1]), max_size=2),
+    staleness=st.integers(1, 4),
+    num_servers=st.integers(1, 2),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_slowest_that_lives_is_never_further_behind(
+    step_seconds: tuple[float, ...], latency: float, killed: set[int], staleness: int, num_servers: int
+) -> None:
+    """Counted from the order of updates alone: workers 2 and 3 live from the start to the end."""
+    incidents = tuple(Incident(what="kill", number=number, at_seconds=3.0) for number in killed)
+    seen = Circumstances(step_seconds=step_seconds, latency_seconds=latency, incidents=incidents)
+    account = count(seen, staleness=staleness, num_servers=num_servers, steps=40)
+    assert ahead(account.history, [2, 3]) <= staleness
+    assert account.lost == 0
+
+
+def test_a_killed_worker_is_waited_for_until_it_is_noticed_and_costs_its_gradient_only() -> None:
+    kill = (Incident(what="kill", number=3, at_seconds=0.5),)
+    account = count(Circumstances(notice_seconds=4.0, incidents=kill), staleness=2, steps=12)
+    assert account.times == [1, 1, 1, 2, 2, 2, 5.5, 5.5, 5.5, 6.5, 6.5, 6.5]  # two ahead of worker 3 at 2 s; it counts as gone at 4.5 s
+    assert 3 in applied(account) and all(worker != 3 for worker, _ in account.history)  # share 3 was given to another
+
+
+def test_who_joins_begins_where_the_slowest_is() -> None:
+    join = (Incident(what="join", number=7, at_seconds=10.5),)
+    account = count(Circumstances(incidents=join), num_workers=2, staleness=1, steps=40)
+    assert account.times[20:26] == [11, 11, 11.5, 12.5, 12.5, 12.5]  # nobody waits for ten rounds of the new one
+    assert ahead(account.history[20:], [0, 1, 7]) <= 1
+
+
+def test_who_leaves_finishes_its_share_first() -> None:
+    leave = (Incident(what="leave", number=0, at_seconds=2.5),)
+    account = count(Circumstances(incidents=leave), num_workers=2, steps=10)
+    assert [worker for worker, _ in account.history].count(0) == 3
+    assert applied(account) == list(range(10))
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_updates_after_the_snapshot_are_lost_as_a_block_and_said(num_servers: int) -> None:
+    """Updates 1 to 10 at 1, 2, ... s; the snapshot after 7 is the newest when a server is killed."""
+    crash = (Incident(what="server", number=num_servers - 1, at_seconds=10.5, away_seconds=5.0),)
+    account = count(Circumstances(incidents=crash), num_workers=1, num_servers=num_servers, steps=20, keep_every=7)
+    assert account.lost == 3
+    assert account.versions == [*range(1, 11), *range(8, 21)]
+    assert account.times[10] == 16.5  # back at 15.5 s
+    assert applied(account) == list(range(20))
+
+
+def test_without_anybody_left_the_run_ends_with_a_sentence() -> None:
+    with pytest.raises(TrainingError, match="After update 3, .* no worker is left"):
+        count(Circumstances(incidents=parse_incidents("kill:0@3.5")), num_workers=1)
+
+
+def test_wrong_circumstances_are_refused() -> None:
+    for wrong in (lambda: Circumstances(jitter=1.0), lambda: Circumstances(latency_seconds=-1.0), lambda: parse_incidents("kill:-1@3")):
+        with pytest.raises(PlanError):
+            wrong()
+
+
+# --- The checks see what they should.
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong"),
+    [
+        (Ledger, "give_back", lambda self, share: self._out.remove(share)),  # a lost worker's share is forgotten
+        (Clocks, "may_begin", lambda self, worker: True),  # nobody waits
+        (Ledger, "of", staticmethod(lambda state: Ledger(state["next_share"] + 1))),  # a share too much counts as done after a restart
+        (Counts, "snapshot", lambda self: self.counts),  # a snapshot that goes on changing
+        (Clocks, "remove", lambda self, worker: None),  # who is gone is waited for
+    ],
+)
+def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, wrong: Any) -> None:
+    monkeypatch.setattr(where, name, wrong)
+    with pytest.raises((AssertionError, TrainingError)):
+        for incidents in ("kill:1@2.5", "kill:1@2.5+server:0@7.5/1"):
+            seen = Circumstances(step_seconds=(1, 1, 3), incidents=parse_incidents(incidents))
+            check_any(seen, num_servers=1, num_workers=3, staleness=2, steps=20, keep_every=5)
