@@ -89,7 +89,8 @@ def steps_after_resume(words: list[str], out: Path) -> tuple[int, int]:
     done = subprocess.run([*words, "--resume", str(out), "--steps", str(newest(out) + 5), "--json", "-"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
-    return events[0]["step"], [event["step"] for event in events if event["event"] == "step"][-1]
+    start = next(event for event in events if event["event"] == "start")
+    return start["step"], [event["step"] for event in events if event["event"] == "step"][-1]
 
 
 def left(out: Path) -> list[psutil.Process]:
