@@ -88,8 +88,8 @@ class Sending:
 class Patience:
     """How long a peer may be silent, and how much may wait for it.
 
-    lost_after_seconds: a peer whose machine or process does not answer is lost within this time (one that ended is lost at once). It must be longer
-        than one tensor takes to be sent, since heartbeats travel between frames. queue_messages: that wait for a peer on this side, and as many on the other.
+    lost_after_seconds: a peer whose machine or process does not answer is lost within this time (one that ended is lost at once). A tensor must be sent
+        in less than half of it, since heartbeats travel between frames. queue_messages: that wait for a peer on this side, and as many on the other.
     """
 
     lost_after_seconds: float = 10.0
