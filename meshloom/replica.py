@@ -273,19 +273,19 @@ class Replica:
         own = yield from self.rounds.mean()
         try:
             if self.staged:
-                yield from self.staged.published()
+                yield from self.staged.lend_again()
             values = yield from self._evaluate(chunks)
         finally:
             self.rounds.put_back(own)
         if self.staged:
-            yield from self.staged.published()
+            yield from self.staged.lend_again()
         return values
 
     def _changed(self) -> Steps[None]:
         """Parameters have new values that no update made."""
         self.updater.forget()
         if self.staged:
-            yield from self.staged.published()
+            yield from self.staged.lend_again()
 
     def _evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
         assert self.job.evaluate

@@ -163,6 +163,11 @@ class Staged:
         self.sent["pp"]["send"] += self.homes.bytes_per_step(self._parameters)
         yield from self.homes.lend(self._parameters)
 
+    def lend_again(self) -> Steps[None]:
+        """The same after a change that no update made."""
+        self.sent["pp"]["send"] += self.homes.bytes_of_lending(self._parameters)
+        yield from self.homes.lend(self._parameters)
+
     def whole(self, tensors: Mapping[str, Tensor | None]) -> Steps[dict[str, Tensor | None]]:
         """Whole tensors, on rank 0, of all ranks' parts: by names of the model's parameters or buffers, in the model's order.
 

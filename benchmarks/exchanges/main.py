@@ -29,6 +29,7 @@ PLANS = [
     "dp=4,exchange=local_sgd",
     "dp=4,exchange=local_sgd,local_steps=8",
     "dp=4,exchange=diloco,local_steps=8",
+    "dp=4,exchange=diloco,local_steps=8,outer_momentum=0.5",
     "dp=4,compress=bf16",
     "dp=4,compress=powersgd:4",
     "dp=4,compress=powersgd:1",
@@ -69,7 +70,7 @@ def run(job: Job, plan: str) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["digits", "gpt"])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int)

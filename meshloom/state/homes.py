@@ -149,6 +149,10 @@ class Homes:
             for name, each in self._lent_here(parameters)
         )
 
+    def bytes_of_lending(self, parameters: Mapping[str, nn.Parameter]) -> int:
+        """What `lend` alone hands to sends."""
+        return sum(each.nbytes * (len(self.holders[name]) - 1) for name, each in self._lent_here(parameters) if self.owns(name))
+
     def bytes_of_gather(self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
         """What `gather` hands to sends here."""
         mine = [like[name] for name, each in tensors.items() if each is not None and name in like and self.rank and self.owns(name)]
