@@ -165,6 +165,17 @@ class AsynchronousRun:
             lines.append(f"{how_many(self._lost, 'update')} lost with servers; {cluster.head.refused} late pushes refused")
         return lines
 
+    def record(self) -> dict[str, Any]:
+        """The same for a program: virtual seconds, updates by age, updates lost, pushes refused, share of its time in which each worker computed."""
+        cluster = self._cluster
+        return {
+            "virtual_seconds": cluster.seconds,
+            "ages": {str(age): count for age, count in sorted(self.ages.items())},
+            "lost": self._lost,
+            "refused": cluster.head.refused,
+            "computing": {str(worker): cluster.busy[worker] / max(there, 1e-9) for worker, there in sorted(cluster.present.items())},
+        }
+
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes of all workers together, and shares of their virtual time."""
         cluster = self._cluster
