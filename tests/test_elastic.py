@@ -160,7 +160,6 @@ def test_wrong_circumstances_are_refused() -> None:
 )
 def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, wrong: Any) -> None:
     monkeypatch.setattr(where, name, wrong)
+    runs = [Circumstances(step_seconds=(1, 1, 3), incidents=parse_incidents(each)) for each in ("kill:1@2.5", "kill:1@2.5+server:0@7.5/1")]
     with pytest.raises((AssertionError, TrainingError)):
-        for incidents in ("kill:1@2.5", "kill:1@2.5+server:0@7.5/1"):
-            seen = Circumstances(step_seconds=(1, 1, 3), incidents=parse_incidents(incidents))
-            check_any(seen, num_servers=1, num_workers=3, staleness=2, steps=20, keep_every=5)
+        _ = [check_any(seen, num_servers=1, num_workers=3, staleness=2, steps=20, keep_every=5) for seen in runs]

@@ -81,7 +81,6 @@ class AsynchronousRun:
         self._newest = start, state  # snapshot that all servers have
         self._held: dict[int, Parameters] = {}
         self._cluster = self._build_cluster()
-        self._start_step = start
         self._ages: list[int] = []
         self._bytes: Counter[str] = Counter()
         self._push_bytes = self._pull_bytes = 0
@@ -89,7 +88,6 @@ class AsynchronousRun:
         self._lost = 0
         self._losses: list[float] = []
         self._began = time.monotonic()
-        self._seconds_spent = 0.0
 
     @property
     def model(self) -> torch.nn.Module:
@@ -216,6 +214,11 @@ class AsynchronousRun:
         parameters = Parameters(
             self._job, number, self._plan.servers, whole=self._replica.whole, device=self._device, dtype=self._settings.dtype, content=content
         )
+        others = [self._replica.model, *(held.model for server, held in self._held.items() if server != number)]
+        if any(parameters.model is model for model in others):
+            raise JobError(
+                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
+            )
         self._held[number] = parameters
         return parameters
 
