@@ -115,7 +115,7 @@ class AsynchronousRun:
                     self._updated(event)
                 case Restored():
                     self._restored(event)
-                case Snapshot():
+                case Snapshot() if event.version > self._newest[0]:
                     self._newest = event.version, event.state
                     last = event.version == self._settings.steps
                     if self._job.evaluate and (last or event.version % self._job.evaluate.every == 0):
@@ -124,6 +124,8 @@ class AsynchronousRun:
                     if self._settings.out and (last or (self._job.checkpoint_every and event.version % self._job.checkpoint_every == 0)):
                         saved = self.save()
                         self._listener.saved(event.version, saved)
+                case Snapshot():
+                    pass  # one that was looked at before
         self._load_newest()
         for line in self.account():
             self._listener.note(line)
@@ -242,7 +244,6 @@ class AsynchronousRun:
         if self._num_updates == 0 and not event.lost:
             return  # the start
         self._lost += event.lost
-        self._newest = event.version, self._storages[0].snapshots[event.version][0].state
         self._listener.note(
             f"at {self._cluster.seconds:g} s a server was back, and all are at the snapshot of update {event.version} again: "
             f"the {how_many(event.lost, 'update')} after it are lost, and their samples are given out again"
