@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from meshloom.cluster import Link, load, machine_file, save
-from meshloom.errors import JobError, PlanError
+from meshloom.errors import DeviceError, JobError, PlanError
 from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_here(arguments)
         plan = _plan(arguments)
         if plan.exchange == "async" and arguments.verb == "train":
+            if arguments.devices in ("cpu", "cuda") and plan.mesh.size > 1:
+                raise DeviceError(f"exchange=async runs on simulated devices, not --devices {arguments.devices}. Use --devices simulated.")
             return _run_here(arguments)
         if arguments.verb == "verify":
             check_promised(plan)
@@ -198,6 +200,8 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         summary = trainer.fit()
         if trainer.world.main:
             _tell_summary(summary, terminal, records)
+            if trainer.asynchronous:
+                records.write("asynchronous", **trainer.asynchronous.record())
     return 0
 
 

@@ -207,10 +207,12 @@ def test_the_command_line_trains_asynchronously(tmp_path: Path) -> None:
          "--latency-seconds", "0.1", "--incidents", "kill:1@2+join:1@4", "--out", str(tmp_path / "out"), "--json", str(records)]
     ) == 0  # fmt: skip
     lines = [json.loads(line) for line in records.read_text().splitlines()]
-    steps = [line for line in lines if line["record"] == "step"] if "record" in lines[0] else [line for line in lines if "virtual_seconds" in line]
+    steps, last = [line for line in lines if "age" in line], lines[-1]
     assert [line["step"] for line in steps] == list(range(1, 10))
     assert steps[-1]["virtual_seconds"] > steps[0]["virtual_seconds"] > 1
-    assert all(line["age"] >= 0 for line in steps)
+    assert last["virtual_seconds"] >= steps[-1]["virtual_seconds"]  # until the workers have heard of it
+    assert sum(last["ages"].values()) == 9
+    assert main(["train", "tests/job_file.py", "--plan", "dp=4,exchange=async", "--devices", "cpu"]) == 2
 
 
 # --- Coming, going and coming back.
@@ -330,6 +332,7 @@ def test_every_element_has_one_server(sizes: list[int], num_servers: int, halves
 
 def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=3)
+    one = MLP()
     iterable = make_job("mlp", "sgd", data=lambda: iter([]))
     frozen = replace(make_job("mlp", "sgd"), model=lambda: MLP().requires_grad_(False))
     cases: list[tuple[Callable[[], Any], type[MeshloomError], str]] = [
@@ -337,6 +340,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
         (lambda: Run(job, "dp=2,tp=2,exchange=async"), PlanError, "tp=2"),
         (lambda: Run(job, "dp=2,recompute=full,exchange=async"), PlanError, "recompute=full"),
         (lambda: Run(iterable, "dp=2,exchange=async"), JobError, "iterable"),
+        (lambda: Run(replace(job, model=lambda: one), "dp=2,exchange=async"), JobError, "same module twice"),
         (lambda: Run(frozen, "dp=2,exchange=async"), JobError, "no trainable"),
         (lambda: Run(job, "dp=2", latency_seconds=1.0), PlanError, "virtual clock"),
         (lambda: Run(job, "dp=2,exchange=async", step_seconds=(0.0,)), PlanError, "above 0"),

@@ -134,6 +134,13 @@ def test_updates_after_the_snapshot_are_lost_as_a_block_and_said(num_servers: in
     assert applied(account) == list(range(20))
 
 
+def test_a_snapshot_that_nobody_heard_of_counts() -> None:
+    """Both servers have kept the last one; the head is killed before it knows."""
+    crash = (Incident(what="server", number=0, at_seconds=2.5),)
+    account = count(Circumstances(step_seconds=(0.1,), latency_seconds=0.3, incidents=crash), num_workers=1, num_servers=2, steps=1, keep_every=1)
+    check(account, 2, None, 1)
+
+
 def test_without_anybody_left_the_run_ends_with_a_sentence() -> None:
     with pytest.raises(TrainingError, match="After update 3, .* no worker is left"):
         count(Circumstances(incidents=parse_incidents("kill:0@3.5")), num_workers=1)
@@ -160,7 +167,6 @@ def test_wrong_circumstances_are_refused() -> None:
 )
 def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, wrong: Any) -> None:
     monkeypatch.setattr(where, name, wrong)
+    runs = [Circumstances(step_seconds=(1, 1, 3), incidents=parse_incidents(each)) for each in ("kill:1@2.5", "kill:1@2.5+server:0@7.5/1")]
     with pytest.raises((AssertionError, TrainingError)):
-        for incidents in ("kill:1@2.5", "kill:1@2.5+server:0@7.5/1"):
-            seen = Circumstances(step_seconds=(1, 1, 3), incidents=parse_incidents(incidents))
-            check_any(seen, num_servers=1, num_workers=3, staleness=2, steps=20, keep_every=5)
+        _ = [check_any(seen, num_servers=1, num_workers=3, staleness=2, steps=20, keep_every=5) for seen in runs]

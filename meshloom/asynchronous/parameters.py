@@ -55,7 +55,7 @@ class Parameters:
     def __init__(
         self, job: Job, number: int, num_servers: int, *, whole: bool, device: torch.device, dtype: torch.dtype | None, content: Content | None
     ) -> None:
-        model = build_model(job, device, dtype)
+        self.model = model = build_model(job, device, dtype)
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         self._clip = job.clip_grad_norm
         self._slices = divide_over_servers(named, num_servers, whole=whole)[number]

@@ -81,7 +81,6 @@ class AsynchronousRun:
         self._newest = start, state  # snapshot that all servers have
         self._held: dict[int, Parameters] = {}
         self._cluster = self._build_cluster()
-        self._start_step = start
         self._ages: list[int] = []
         self._bytes: Counter[str] = Counter()
         self._push_bytes = self._pull_bytes = 0
@@ -89,7 +88,6 @@ class AsynchronousRun:
         self._lost = 0
         self._losses: list[float] = []
         self._began = time.monotonic()
-        self._seconds_spent = 0.0
 
     @property
     def model(self) -> torch.nn.Module:
@@ -117,7 +115,7 @@ class AsynchronousRun:
                     self._updated(event)
                 case Restored():
                     self._restored(event)
-                case Snapshot():
+                case Snapshot() if event.version > self._newest[0]:
                     self._newest = event.version, event.state
                     last = event.version == self._settings.steps
                     if self._job.evaluate and (last or event.version % self._job.evaluate.every == 0):
@@ -126,6 +124,8 @@ class AsynchronousRun:
                     if self._settings.out and (last or (self._job.checkpoint_every and event.version % self._job.checkpoint_every == 0)):
                         saved = self.save()
                         self._listener.saved(event.version, saved)
+                case Snapshot():
+                    pass  # one that was looked at before
         self._load_newest()
         for line in self.account():
             self._listener.note(line)
@@ -164,6 +164,17 @@ class AsynchronousRun:
         if self._lost or cluster.head.refused:
             lines.append(f"{how_many(self._lost, 'update')} lost with servers; {cluster.head.refused} late pushes refused")
         return lines
+
+    def record(self) -> dict[str, Any]:
+        """The same for a program: virtual seconds, updates by age, updates lost, pushes refused, share of its time in which each worker computed."""
+        cluster = self._cluster
+        return {
+            "virtual_seconds": cluster.seconds,
+            "ages": {str(age): count for age, count in sorted(self.ages.items())},
+            "lost": self._lost,
+            "refused": cluster.head.refused,
+            "computing": {str(worker): cluster.busy[worker] / max(there, 1e-9) for worker, there in sorted(cluster.present.items())},
+        }
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes of all workers together, and shares of their virtual time."""
@@ -205,6 +216,11 @@ class AsynchronousRun:
         parameters = Parameters(
             self._job, number, self._plan.servers, whole=self._replica.whole, device=self._device, dtype=self._settings.dtype, content=content
         )
+        others = [self._replica.model, *(held.model for server, held in self._held.items() if server != number)]
+        if any(parameters.model is model for model in others):
+            raise JobError(
+                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
+            )
         self._held[number] = parameters
         return parameters
 
@@ -228,7 +244,6 @@ class AsynchronousRun:
         if self._num_updates == 0 and not event.lost:
             return  # the start
         self._lost += event.lost
-        self._newest = event.version, self._storages[0].snapshots[event.version][0].state
         self._listener.note(
             f"at {self._cluster.seconds:g} s a server was back, and all are at the snapshot of update {event.version} again: "
             f"the {how_many(event.lost, 'update')} after it are lost, and their samples are given out again"

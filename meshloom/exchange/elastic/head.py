@@ -56,7 +56,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """All servers have kept their parts after update `version`."""
+    """All servers have kept their parts after update `version`. Said again when they go back to it."""
 
     version: int
     state: Any
@@ -326,6 +326,7 @@ class Head:
         self._ledger = Ledger.of(state["ledger"])
         self.ages = Counter({int(age): count for age, count in state["ages"].items()})
         self._events.append(Restored(version=version, lost=lost, incarnation=self.incarnation))
+        self._events.append(Snapshot(version=version, state=state))  # the head that took it may not have lived to hear so
         sent = self._to_servers(Restore(incarnation=self.incarnation, version=version))
         for worker in joining:
             sent += self._join(worker)
