@@ -141,6 +141,15 @@ def test_a_snapshot_that_nobody_heard_of_counts() -> None:
     check(account, 2, None, 1)
 
 
+def test_refused_pushes_do_not_make_workers_join_for_ever() -> None:
+    """Every message of workers comes twice, and messages take longer than shares: a second lease must not make the first one void again and again."""
+    incidents = parse_incidents("kill:1@0+kill:4@2+kill:0@12+server:0@7.01/0.4")
+    seen = Circumstances(
+        step_seconds=(1.3, 0.3, 0.1, 0.7, 0.3, 1.0), latency_seconds=2.0, notice_seconds=0.0, duplicate_every=1, incidents=incidents
+    )  # fmt: skip
+    check_any(seen, num_servers=3, num_workers=6, staleness=None, steps=34, keep_every=5)
+
+
 def test_without_anybody_left_the_run_ends_with_a_sentence() -> None:
     with pytest.raises(TrainingError, match="After update 3, .* no worker is left"):
         count(Circumstances(incidents=parse_incidents("kill:0@3.5")), num_workers=1)

@@ -246,6 +246,7 @@ class Head:
         again = message.incarnation == self.incarnation and message.ticket <= self._applied.get(message.worker, -1)  # it came twice
         if message.server == 0 and not again:
             self.refused += 1
+        if message.server == 0 and message.worker not in self._clocks and message.worker not in self._joining:  # else it has, or gets, another lease
             sent.append((Address("worker", message.worker), Rejoin(ticket=message.ticket)))
         return sent
 

@@ -62,8 +62,10 @@ class Worker:
             case Part():
                 return self._part(message)
             case Rejoin():
-                void = message.ticket is None or message.ticket == self._pushed[1]
-                return [self._join()] if void and self.task is None else []
+                if self.task or message.ticket not in (None, self._pushed[1]):
+                    return []
+                self._pushed = (-1, -1)  # a push that came twice is refused twice, and joining twice would make the first lease void
+                return [self._join()]
             case Done():
                 self.ended = True
                 return []
