@@ -110,4 +110,4 @@ def test_a_stopped_rank_is_named_at_the_timeout() -> None:
         kind, text, _ = answers[rank]
         assert kind is PeerLostError
         assert text.startswith(f"rank {rank} (dp={rank}) waited too long for "), text
-        assert "longer than 1 s" in text
+        assert "longer than the timeout of 1 s" in text

@@ -178,7 +178,7 @@ def test_a_rank_that_stays_away_is_named_at_the_timeout(ranks: WarmRanks) -> Non
         collective, message = answers[rank]
         assert collective[0] is message[0] is PeerLostError
         assert collective[1] == (
-            f"rank {rank} (dp={rank}) waited too long for rank 1 (dp=1) in all_reduce of float32[3]: longer than 1 s. "
+            f"rank {rank} (dp={rank}) waited too long for rank 1 (dp=1) in all_reduce of float32[3]: longer than the timeout of 1 s. "
             "rank 1 (dp=1) has started broadcast of float32[2] with root 2 last."
         )
         assert message[1].startswith(f"rank {rank} (dp={rank}) waited too long for rank 1 (dp=1) in recv of float32[3] from rank 1 (dp=1): ")
