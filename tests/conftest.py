@@ -32,8 +32,9 @@ def pytest_configure() -> None:
 
     The first store in a process opens a pipe that libuv keeps until the process ends. No test opens that one, whichever runs first.
     """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in its background: the programs under test would inherit it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:  # as a shell starts what runs in its background: the programs under test would inherit it
+            signal.signal(number, handler)
     torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
