@@ -176,7 +176,7 @@ class Replica:
         if self.staged:
             yield from self._run_stages(self.staged, filled)
             # On a communicator of its own: gradients have started to travel, on some replicas more than on others.
-            work = self.seat.statistics.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
+            work = self._add_up_tally(self.seat.statistics)
         else:
             work = self._run_chunks(filled)
         doing.enter("exchanging", step)
@@ -228,16 +228,18 @@ class Replica:
                 self._begin_chunk(chunk, around, self.observer)
                 root, loss, weight = self._tally.add(self.job.loss(self.model, data), chunk)
                 if chunk is filled[-1]:
-                    self._tally.keep_own()
-                    work = self.replicas.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
+                    work = self._add_up_tally(self.replicas)
                     self.exchange.begin_last_chunk()
                 root.backward()
             if self.observer:
                 self.observer.chunk_done(chunk, float(weight), float(loss.detach()))
-        if not filled and self.plan.dp > 1:
+        return work if filled else self._add_up_tally(self.replicas)
+
+    def _add_up_tally(self, group: Group) -> Work | None:
+        """Start to make this replica's tally, which is complete, that of all replicas."""
+        if self.rounds:
             self._tally.keep_own()
-            work = self.replicas.all_reduce(self._tally.sums)
-        return work
+        return group.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
 
     def _run_stages(self, staged: Staged, filled: Sequence[Chunk]) -> Steps[None]:
         """The same through stages."""
@@ -256,7 +258,6 @@ class Replica:
             [self._data(chunk) for chunk in filled], finish=finish, begin=partial(self._begin_microbatch, filled), listener=listener
         )
         yield from staged.add_up(self._tally.sums)
-        self._tally.keep_own()
 
     def settle(self) -> Steps[None]:
         """End a round of local steps, so that all replicas hold the same parameters; nothing if they do. Every rank calls it."""

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshloom import replica
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import SimulatedGroup
+from meshloom.comm.windows import Windows
 
 
 class OneProcess:
@@ -45,12 +47,15 @@ class Pieces:
 
 
 def give_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated ranks have memory in common from now on."""
+    """Simulated ranks have memory in common from now on. Their class stays as it is: Python keeps what `isinstance` once said of a class."""
     known: WeakKeyDictionary[SimulatedGroup, OneProcess] = WeakKeyDictionary()
 
-    def window(self: SimulatedGroup, num_bytes: int, owner: int | None = None) -> Pieces:
-        if self not in known:
-            known[self] = OneProcess(self)
-        return known[self].window(num_bytes, owner)
+    def windows_of(group: Group) -> Windows | None:
+        inner = group.group if isinstance(group, RecordedGroup) else group
+        if not isinstance(inner, SimulatedGroup):
+            return None
+        if inner not in known:
+            known[inner] = OneProcess(inner)
+        return known[inner]
 
-    monkeypatch.setattr(SimulatedGroup, "window", window, raising=False)
+    monkeypatch.setattr(replica, "windows_of", windows_of)

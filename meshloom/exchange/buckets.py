@@ -38,8 +38,9 @@ class Entry:
 
 @dataclass
 class Bucket:
-    """One flat piece of gradients: `length` elements, zero-padded to the length of `flat`."""
+    """One flat piece of gradients: `length` elements, zero-padded to the length of `flat`. number: its place in `GradientBuckets.buckets`."""
 
+    number: int
     entries: list[Entry]
     flat: Tensor
     length: int
@@ -79,7 +80,7 @@ class GradientBuckets:
     ) -> None:
         grouped = _group(named, bucket_bytes, apart)
         flats = allocate([_extent(entries, multiple, num_extra(len(entries))) for entries in grouped])
-        self.buckets = [_bucket(entries, flat) for entries, flat in zip(grouped, flats, strict=True)]
+        self.buckets = [_bucket(number, entries, flat) for number, (entries, flat) in enumerate(zip(grouped, flats, strict=True))]
         self._place = {
             id(entry.parameter): (bucket, entry, view) for bucket in self.buckets for entry, view in zip(bucket.entries, bucket.views, strict=True)
         }
@@ -128,7 +129,7 @@ class GradientBuckets:
             entry.counted = True
             bucket.missing -= 1
             if not bucket.missing:
-                self._completed.append(next(index for index, other in enumerate(self.buckets) if other is bucket))
+                self._completed.append(bucket.number)
                 if self._overlap:
                     self._start_complete()
 
@@ -200,10 +201,10 @@ def _extent(named: Sequence[tuple[str, nn.Parameter]], multiple: int, num_extra:
     return Extent(num_elements=-(-length // multiple) * multiple, dtype=first.dtype, device=first.device)
 
 
-def _bucket(named: Sequence[tuple[str, nn.Parameter]], flat: Tensor) -> Bucket:
+def _bucket(number: int, named: Sequence[tuple[str, nn.Parameter]], flat: Tensor) -> Bucket:
     entries: list[Entry] = []
     length = 0
     for name, parameter in named:
         entries.append(Entry(name, parameter, length, length + parameter.numel()))
         length += parameter.numel()
-    return Bucket(entries=entries, flat=flat, length=length)
+    return Bucket(number=number, entries=entries, flat=flat, length=length)

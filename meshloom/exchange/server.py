@@ -22,7 +22,7 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Slice
-from meshloom.exchange.slices import OwnedSlices, by_name, move_into_flat, share_of
+from meshloom.exchange.slices import OwnedSlices, Used, by_name, move_into_flat, share_of
 from meshloom.graph.landing import Room
 
 
@@ -48,7 +48,7 @@ class Server(Exchange):
         # [ranks, n] per bucket: where a server receives its share of everybody's gradients.
         self._pushed = [bucket.flat.new_zeros(group.size, bucket.flat.numel() // num_servers) for bucket in buckets if is_server]
         self._parameters = [move_into_flat(bucket) for bucket in buckets]
-        self._used = torch.zeros(len(named), dtype=torch.uint8, device=buckets[0].flat.device)
+        self._used = Used(buckets, group)
         self._is_used: list[bool] = []
         self._mine = OwnedSlices(buckets, group.rank, num_servers)
 
@@ -83,9 +83,7 @@ class Server(Exchange):
 
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
-        arrived = [entry.arrived for bucket in self._buckets.buckets for entry in bucket.entries]
-        self._used.copy_(torch.tensor(arrived, dtype=torch.uint8))
-        self._works.append(self._group.all_reduce(self._used, "max"))
+        self._works.append(self._used.start())
         yield
         for work in self._works:
             work.wait()
@@ -95,7 +93,7 @@ class Server(Exchange):
                 pushed[0].add_(theirs)
             if divisor != 1.0:
                 pushed[0].div_(divisor)
-        self._is_used = [bool(each) for each in self._used.tolist()]
+        self._is_used = self._used.found()
         yield from self._buckets.share_order(self._group)
         return self._mine.gradients([pushed[0] for pushed in self._pushed], self._is_used)
 
@@ -112,16 +110,15 @@ class Server(Exchange):
 
     def bytes_per_step(self) -> dict[str, int]:
         total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
-        return {"gather": total, "broadcast": total, "all_reduce": self._used.numel()}
+        return {"gather": total, "broadcast": total, "all_reduce": self._used.num_bytes}
 
     def bytes_once(self) -> dict[str, int]:
         return {"broadcast": 8 * len(self._buckets.buckets)}
 
     def _start(self, bucket: Bucket) -> None:
         bucket.flat[bucket.length :].zero_()
-        index = next(index for index, other in enumerate(self._buckets.buckets) if other is bucket)
         for server in range(self._num_servers):
-            rows = list(self._pushed[index]) if server == self._group.rank else None
+            rows = list(self._pushed[bucket.number]) if server == self._group.rank else None
             self._works.append(self._group.gather(rows, share_of(bucket.flat, server, self._num_servers), server))
 
     def _pull(self, flats: Sequence[Tensor]) -> Steps[None]:

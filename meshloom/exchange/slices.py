@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from meshloom.comm.group import Group, Work
 from meshloom.exchange.buckets import Bucket
 from meshloom.exchange.exchange import Slice
 
@@ -45,6 +46,29 @@ class OwnedSlices:
             if each is not None:
                 shares[index][start:stop] = each
         return shares
+
+
+class Used:
+    """Which parameters of some buckets any rank has used in a step."""
+
+    def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
+        self._entries = [entry for bucket in buckets for entry in bucket.entries]
+        self._group = group
+        self._flags = torch.zeros(len(self._entries), dtype=torch.uint8, device=buckets[0].flat.device)
+
+    def start(self) -> Work:
+        """Tell the other ranks what has arrived here."""
+        self._flags.copy_(torch.tensor([entry.arrived for entry in self._entries], dtype=torch.uint8))
+        return self._group.all_reduce(self._flags, "max")
+
+    def found(self) -> list[bool]:
+        """Of every entry, once what `start` returned has been waited for."""
+        return [bool(each) for each in self._flags.tolist()]
+
+    @property
+    def num_bytes(self) -> int:
+        """That a step hands to all_reduce."""
+        return self._flags.numel()
 
 
 def share_of(flat: Tensor, owner: int, num_owners: int) -> Tensor:

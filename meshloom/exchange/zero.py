@@ -23,7 +23,7 @@ from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.copies import Copies, OneEach, segment
 from meshloom.exchange.exchange import Exchange, Slice
-from meshloom.exchange.slices import OwnedSlices, by_name
+from meshloom.exchange.slices import OwnedSlices, Used, by_name
 from meshloom.graph.landing import Room
 
 
@@ -59,7 +59,7 @@ class ZeroOne(Exchange):
         shares = [segment(bucket.flat, group) for bucket in self._buckets.buckets]
         self._gradients = shares if windows else [torch.zeros_like(share) for share in shares]
         self._copies = copies(self._buckets.buckets, group)
-        self._used = torch.zeros(len(named), dtype=torch.uint8, device=self._buckets.buckets[0].flat.device)
+        self._used = Used(self._buckets.buckets, group)
         self._is_used: list[bool] = []
         self._mine = OwnedSlices(self._buckets.buckets, group.rank, group.size)
 
@@ -95,17 +95,15 @@ class ZeroOne(Exchange):
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
         self._copies.computed()
-        arrived = [entry.arrived for bucket in self._buckets.buckets for entry in bucket.entries]
-        self._used.copy_(torch.tensor(arrived, dtype=torch.uint8))
         # Started here and not before: who has waited for it knows that nobody computes with the old parameters any more.
-        self._works.append(self._group.all_reduce(self._used, "max"))
+        self._works.append(self._used.start())
         yield
         for work in self._works:
             work.wait()
         divisor = float(weight)
         for gradient in self._gradients if divisor != 1.0 else ():
             gradient.div_(divisor)
-        self._is_used = [bool(each) for each in self._used.tolist()]
+        self._is_used = self._used.found()
         yield from self._buckets.share_order(self._group)
         return self._mine.gradients(self._gradients, self._is_used)
 
@@ -123,12 +121,11 @@ class ZeroOne(Exchange):
 
     def bytes_per_step(self) -> dict[str, int]:
         total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
-        return {"reduce_scatter": total, "all_reduce": self._used.numel(), **self._copies.bytes_per_step()}
+        return {"reduce_scatter": total, "all_reduce": self._used.num_bytes, **self._copies.bytes_per_step()}
 
     def bytes_once(self) -> dict[str, int]:
         return {"broadcast": 8 * len(self._buckets.buckets)}
 
     def _start(self, bucket: Bucket) -> None:
         bucket.flat[bucket.length :].zero_()
-        index = next(index for index, other in enumerate(self._buckets.buckets) if other is bucket)
-        self._works.append(self._group.reduce_scatter(self._gradients[index], bucket.flat))
+        self._works.append(self._group.reduce_scatter(self._gradients[bucket.number], bucket.flat))
