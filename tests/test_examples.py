@@ -146,3 +146,13 @@ def test_the_grid_takes_one_devices_step(tmp_path: Path):
     assert [len(row) for row in held] == [2, 2, 4, 4]
     assert all(sum(row) == pytest.approx(whole, rel=0.06) and sum(row) >= whole for row in held)  # norms and some biases are on both ranks of tp
     assert [line[-1] for line in words if line[:1] in (["dp"], ["pp"], ["tp"])] == ["none"] * 15
+
+
+def test_waiting_pays_with_even_workers_and_not_with_a_slow_one(tmp_path: Path):
+    lines = run(str(ROOT / "examples/10_parameter_server.py"), "picture.png", cwd=tmp_path).stdout.splitlines()
+    losses = {(line[:10].strip(), line[10:30].strip()): [float(each) for each in line.split()[-4:]] for line in lines[1:-1]}
+    assert len(losses) == 8
+    for speeds in ("even", "one slow"):
+        waiting = [loss[2] for (of, name), loss in losses.items() if of == speeds and name != "asynchronous"]  # after 30 s
+        assert (max(waiting) < losses[speeds, "asynchronous"][2]) == (speeds == "even")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
