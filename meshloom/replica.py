@@ -77,6 +77,18 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What a step came to before its update.
+
+    of_owned: gradient of each slice that the exchange owns here; None was not used. loss: mean over the global batch. weight: of it.
+    """
+
+    of_owned: list[Tensor | None]
+    loss: float
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What a step came to: loss (mean over the global batch), its weight, its samples, the gradient's norm if clipping is on."""
 
@@ -91,14 +103,16 @@ class Replica:
     """A model on one rank, or what the rank holds of it, and how it takes part in a step.
 
     share: whether the replicas of a host may have one copy of the parameters, where their ranks can have memory in common.
+    updates: whether it updates its parameters; a worker of an asynchronous run only computes `gradients`.
     """
 
-    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False) -> None:
+    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True) -> None:
         self.job = job
         self.plan = plan
         self.seat = seat
         self.dtype = dtype
         self._share = share
+        self._updates = updates
         self._updating = False
         self.replicas = seat.groups["dp"]
         self.observer: Observer | None = None
@@ -139,13 +153,14 @@ class Replica:
             yield from self.staged.open(self.model)
             self.named = self.staged.owned()
             self._frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad and not each.is_meta]
-        made = make_optimizers(self.job, whole)
+        made = make_optimizers(self.job, whole) if self._updates else None
         self.exchange = self._open_exchange(made)
         self.rounds = self._open_rounds()
-        self.updater = Updater(
-            self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group,
-            self.plan.servers if self.plan.exchange == "server" else None, made,
-        )  # fmt: skip
+        if made:
+            self.updater = Updater(
+                self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group,
+                self.plan.servers if self.plan.exchange == "server" else None, made,
+            )  # fmt: skip
         yield from self.exchange.open()
         if self.staged:
             self.statistics = list(self.staged.statistics.values())
@@ -166,6 +181,28 @@ class Replica:
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
         """Train on this replica's chunks of global batch `step`."""
+        found = yield from self.gradients(step, chunks)
+        if self.observer:
+            self.observer.averaged((yield from self.whole_gradients(found)))
+        doing = self.seat.activity
+        doing.enter("updating", step)
+        self._updating = True  # until all ranks have updated
+        with self._span("update"):
+            norm = yield from self.updater.update(found.of_owned, found.loss)
+        for axis, sent in self._sent.items():
+            sent.update(self.updater.bytes_per_step(axis))
+        with self._span("exchange"):
+            yield from self.exchange.publish()
+            if self.rounds and (yield from self.rounds.end_step()):
+                self.updater.forget()
+            if self.staged:
+                yield from self.staged.published()
+        self._updating = False
+        doing.enter("between steps", step + 1)
+        return StepResult(step=step, loss=found.loss, weight=found.weight, samples=chunks[0].batch, gradient_norm=norm)
+
+    def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
+        """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers change, parameters do not."""
         self._check_frozen()
         self.model.train() if not self.model.training else None
         self.exchange.begin_step()
@@ -193,26 +230,14 @@ class Replica:
         yield from self._check_finite(step, filled, total, weight)
         for statistics in self.statistics:
             yield from statistics.finish()
-        if self.observer:
-            mine = yield from self.exchange.full_gradients(gradients)
-            if self.rounds:
-                mine = yield from self.rounds.mean_gradients(mine)
-            self.observer.averaged((yield from self.staged.whole(mine)) if self.staged else mine)
-        doing.enter("updating", step)
-        self._updating = True  # until all ranks have updated
-        with self._span("update"):
-            norm = yield from self.updater.update(gradients, total / weight)
-        for axis, sent in self._sent.items():
-            sent.update(self.updater.bytes_per_step(axis))
-        with self._span("exchange"):
-            yield from self.exchange.publish()
-            if self.rounds and (yield from self.rounds.end_step()):
-                self.updater.forget()
-            if self.staged:
-                yield from self.staged.published()
-        self._updating = False
-        doing.enter("between steps", step + 1)
-        return StepResult(step=step, loss=total / weight, weight=weight, samples=chunks[0].batch, gradient_norm=norm)
+        return Gradients(of_owned=gradients, loss=total / weight, weight=weight)
+
+    def whole_gradients(self, found: Gradients) -> Steps[dict[str, Tensor | None]]:
+        """The gradient of every trainable parameter by name, whole; all of them on the replica's first rank."""
+        mine = yield from self.exchange.full_gradients(found.of_owned)
+        if self.rounds:
+            mine = yield from self.rounds.mean_gradients(mine)
+        return (yield from self.staged.whole(mine)) if self.staged else mine
 
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
         return self.recorder.span(kind) if self.recorder else nullcontext()
@@ -387,7 +412,8 @@ class Replica:
     def bytes_within(self, axis: Axis) -> dict[str, int]:
         """Bytes that this rank handed over along pp or tp so far, by kind of operation, as formulas say of the chunks that it ran."""
         run = self.staged.sent[axis] if self.staged else Counter[str]()
-        return dict(self._sent[axis] + run + Counter(self.updater.bytes_once(axis)))
+        of_updates = Counter(self.updater.bytes_once(axis)) if self._updates else Counter[str]()
+        return dict(self._sent[axis] + run + of_updates)
 
     def bytes_once(self) -> dict[str, int]:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
@@ -421,8 +447,8 @@ class Replica:
         """Take the hooks off the model."""
         self._undo.close()
 
-    def _open_exchange(self, made: Made) -> Exchange:
-        if self.plan.dp == 1:
+    def _open_exchange(self, made: Made | None) -> Exchange:
+        if self.plan.dp == 1 or made is None:
             return Alone(self.named)
         if not self.named:
             return Nothing()

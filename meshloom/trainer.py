@@ -133,6 +133,7 @@ class Trainer:
                     snapshot_every=snapshot_every, circumstances=circumstances or Circumstances(),
                 )  # fmt: skip
                 self.asynchronous = AsynchronousRun(job, self.plan, self.world, settings, self.listener)
+                building.callback(self.asynchronous.close)
                 self.next_step = self.asynchronous.next_step
                 self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}, on a virtual clock"))
                 self._stack = building.pop_all()

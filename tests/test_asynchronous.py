@@ -337,8 +337,6 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     frozen = replace(make_job("mlp", "sgd"), model=lambda: MLP().requires_grad_(False))
     cases: list[tuple[Callable[[], Any], type[MeshloomError], str]] = [
         (lambda: next(iter(open_trainer(job, "dp=2,exchange=async").batches())), PlanError, "Use Trainer.fit"),
-        (lambda: Run(job, "dp=2,tp=2,exchange=async"), PlanError, "tp=2"),
-        (lambda: Run(job, "dp=2,recompute=full,exchange=async"), PlanError, "recompute=full"),
         (lambda: Run(iterable, "dp=2,exchange=async"), JobError, "iterable"),
         (lambda: Run(replace(job, model=lambda: one), "dp=2,exchange=async"), JobError, "same module twice"),
         (lambda: Run(frozen, "dp=2,exchange=async"), JobError, "no trainable"),

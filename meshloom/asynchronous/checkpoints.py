@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshloom.asynchronous.parameters import Content
 from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.shares import Shares
+from meshloom.asynchronous.team import TeamReplica
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
 from meshloom.errors import CheckpointError
@@ -42,7 +43,7 @@ def write_snapshot(directory: Path, version: int, contents: Sequence[Content], s
     return run_in_steps([steps])[0]
 
 
-def read_content(checkpoint: Checkpoint, replica: WorkerReplica, server: int) -> Content:
+def read_content(checkpoint: Checkpoint, replica: WorkerReplica | TeamReplica, server: int) -> Content:
     """What server `server` holds after the checkpoint's last update."""
     weights = checkpoint.weights()
     return Content(

@@ -44,7 +44,7 @@ class WorkerReplica:
             raise JobError("The model has no trainable parameters: every parameter has requires_grad=False, or there are none.")
         self.whole = needs_whole(job, named, plan.servers)
         self.division = divide_over_servers(named, plan.servers, whole=self.whole)
-        self._positions = {name: position for position, (name, _) in enumerate(named)}
+        self._names = [name for name, _ in named]
         self._gradients = Alone(named)
         self._tally = Tally(device)
 
@@ -71,15 +71,19 @@ class WorkerReplica:
         total, weight, divisor = self._tally.result(chunks[0].batch)
         self._check_finite(worker, chunks, total, weight)
         gradients = run_in_steps([self._gradients.finish(divisor)])[0]
-        clips = self._job.clip_grad_norm is not None
-        computed = Computed(
-            gradients=[[self._cut(gradients[self._positions[each.name]], each.start, each.stop) for each in slices] for slices in self.division],
-            changes=changes_of(before, dict(self.model.named_buffers())),
-            loss=total / weight,
-            norm=float(sum_of_squares(gradients, self._device).sqrt()) if clips else math.nan,
-        )
+        computed = self.computed(dict(zip(self._names, gradients, strict=True)), changes_of(before, dict(self.model.named_buffers())), total / weight)
         self._gradients.begin_step()  # what was computed belongs to the push now
         return computed
+
+    def computed(self, gradients: Mapping[str, Tensor | None], changes: Mapping[str, Tensor], loss: float) -> Computed:
+        """What is pushed. gradients: of every trainable parameter by name, None was not used. changes: of buffers, by name."""
+        clips = self._job.clip_grad_norm is not None
+        return Computed(
+            gradients=[[self._cut(gradients[each.name], each.start, each.stop) for each in slices] for slices in self.division],
+            changes=dict(changes),
+            loss=loss,
+            norm=float(sum_of_squares(list(gradients.values()), self._device).sqrt()) if clips else math.nan,
+        )
 
     def evaluate(self, chunks: Iterable[Chunk]) -> dict[str, float]:
         """Mean of every metric over the chunks, in evaluation mode, at what was loaded."""
@@ -98,7 +102,7 @@ class WorkerReplica:
 
     @staticmethod
     def _cut(gradient: Tensor | None, start: int, stop: int) -> Tensor | None:
-        return None if gradient is None else gradient[start:stop]
+        return None if gradient is None else gradient.reshape(-1)[start:stop]
 
     def _begin(self, chunk: Chunk, around: ExitStack) -> None:
         seed_everything(chunk_seed(self._job.seed, chunk.step, chunk.index))

@@ -19,6 +19,7 @@ from meshloom.asynchronous.checkpoints import read_content, read_state, write_sn
 from meshloom.asynchronous.parameters import Content, Parameters
 from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.shares import Shares
+from meshloom.asynchronous.team import TeamReplica, inner_plan
 from meshloom.comm.simulated import simulated_groups
 from meshloom.errors import CheckpointError, DeviceError, JobError, PlanError
 from meshloom.exchange.elastic.circumstances import Circumstances
@@ -29,6 +30,7 @@ from meshloom.exchange.elastic.virtual import Parts, VirtualCluster
 from meshloom.exchange.elastic.worker import Computed, Task
 from meshloom.job import Job
 from meshloom.launch import World
+from meshloom.launch.one_process import world_in_one_process
 from meshloom.plan import Plan
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.summary import TimeShares, Traffic
@@ -63,7 +65,7 @@ class AsynchronousRun:
         self._job, self._plan, self._world, self._settings, self._listener = job, plan, world, settings, listener
         self._device = world.local[0].device
         self._shares = Shares(job, plan)
-        self._replica = WorkerReplica(job, plan, self._device, settings.dtype)
+        self._replica = self._build_replica()
         self._evaluation_data: Any = None
         checkpoint = Checkpoint.open(find(settings.resume)) if settings.resume is not None else None
         self.next_step = checkpoint.step if checkpoint else 0
@@ -88,6 +90,13 @@ class AsynchronousRun:
         self._lost = 0
         self._losses: list[float] = []
         self._began = time.monotonic()
+
+    def _build_replica(self) -> WorkerReplica | TeamReplica:
+        """On which all simulated workers compute, one after the other."""
+        if not self._plan.reads:
+            return WorkerReplica(self._job, self._plan, self._device, self._settings.dtype)
+        devices = "simulated:cuda" if self._device.type == "cuda" else "simulated"
+        return TeamReplica(self._job, self._plan, world_in_one_process(inner_plan(self._plan).mesh, devices), self._settings.dtype)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -130,6 +139,11 @@ class AsynchronousRun:
         for line in self.account():
             self._listener.note(line)
         return self.summary(time.monotonic() - self._began, evaluation, saved)
+
+    def close(self) -> None:
+        """Take the hooks off the models of workers that are divided."""
+        if isinstance(self._replica, TeamReplica):
+            self._replica.close()
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate` over all of its data, at the newest snapshot."""
@@ -184,14 +198,15 @@ class AsynchronousRun:
         hops = 2 if self._plan.servers == 1 else 4  # push, (staged, give,) part
         communication = min(1 - compute, self._num_updates * hops * self._settings.circumstances.latency_seconds / there)
         predicted = {"push": self._num_updates * self._push_bytes, "pull": self._num_updates * self._pull_bytes}
+        within = self._replica.traffic() if isinstance(self._replica, TeamReplica) else (Traffic({}), Traffic({}))
         return Summary(
             steps=self._num_updates,
             seconds=seconds,
             first_loss=self._losses[0] if self._losses else math.nan,
             last_loss=self._losses[-1] if self._losses else math.nan,
             evaluation=evaluation,
-            predicted=Traffic({"dp": predicted}),
-            counted=Traffic({"dp": dict(self._bytes)}),
+            predicted=Traffic({"dp": predicted, **within[0].bytes}),
+            counted=Traffic({"dp": dict(self._bytes), **within[1].bytes}),
             shares=TimeShares(compute=compute, communication=communication, waiting=max(0.0, 1 - compute - communication), data=0.0),
             checkpoint=checkpoint,
         )
@@ -281,11 +296,6 @@ class AsynchronousRun:
 def _check(plan: Plan, world: World) -> None:
     if world.mesh.size != len(world.local):
         raise DeviceError("exchange=async runs on simulated devices, in one process. Use --devices simulated, or another exchange.")
-    for name, plain in (("pp", 1), ("tp", 1), ("recompute", "none")):
-        if (value := getattr(plan, name)) != plain:
-            raise PlanError(
-                f"exchange=async runs whole replicas as the job's own module, and this plan has {name}={value}. Use {name}={plain}, or another exchange."
-            )
 
 
 def _num_bytes(tensors: Any) -> int:
