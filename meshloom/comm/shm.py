@@ -44,6 +44,7 @@ from meshloom.comm.calls import (
     describe,
     tensor_of,
 )  # fmt: skip
+from meshloom.comm.cores import cores
 from meshloom.comm.group import Group, Work
 from meshloom.comm.meeting import Meeting
 from meshloom.comm.peers import Peers
@@ -149,7 +150,7 @@ class ShmGroup(Group):
         self._reductions: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
         self._windows: list[Window] = []
         self._settings = settings or Settings()
-        if (ranks_here or size) > _cores():
+        if (ranks_here or size) > cores():
             self._settings = Settings(**{**self._settings.__dict__, "spins": 0})
         meeting = Meeting(store, rank, size, self._members, self._timeout)
         self._files, self._processes, control, arenas, arena_file = meeting.share(_engine.control_bytes(size), _CAPACITY, files)
@@ -541,7 +542,3 @@ def _one_after_another(written: Sequence[tuple[Tensor, Callable[[], None] | None
             finish()
 
     return finish_all
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
