@@ -234,7 +234,7 @@ class Trainer:
                 weights=weights,
                 pieces=pieces,
                 values={"updater": values, "seed": self.job.seed, "batch_size": self.job.batch_size},
-                fingerprint=_fingerprint(replica),
+                fingerprint=replica.shards.fingerprint(replica.model),
                 plan_text=str(self.plan),
                 group=replica.seat.world,
                 keep=self.job.keep_checkpoints,
@@ -385,7 +385,7 @@ class Trainer:
                 )
         weights = checkpoint.weights()
         for replica in self.replicas:
-            checkpoint.check(_fingerprint(replica))
+            checkpoint.check(replica.shards.fingerprint(replica.model))
             replica.shards.load_weights(replica.model, weights)
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.load(checkpoint.read, shapes, checkpoint.values["updater"])
@@ -454,15 +454,6 @@ def _plan(plan: Plan | str | None) -> Plan:
     if given and replace(Plan.parse(given), keyed_draws=chosen.keyed_draws) != chosen:  # verification keys the draws of any plan
         raise PlanError(f"The program's own plan is {chosen} and the command line says --plan {given}. Leave one of them out, or make them equal.")
     return chosen
-
-
-def _fingerprint(replica: Replica) -> dict[str, str]:
-    """Shape and dtype of everything that a checkpoint of this model holds."""
-    return {
-        name: f"{list(replica.shards.whole_shape(name, tensor))} {tensor.dtype}"
-        for name, tensor in replica.model.state_dict().items()
-        if isinstance(tensor, torch.Tensor)
-    }
 
 
 def _to_its_end(rank: Steps[T], seat: Any) -> T:
