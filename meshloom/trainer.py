@@ -29,7 +29,6 @@ from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.recording import Recording, gather_timeline, is_kept, write_recording
 from meshloom.report.summary import Traffic, time_shares
-from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
@@ -377,23 +376,15 @@ class Trainer:
                 f"{checkpoint.path} was written under {checkpoint.plan_text}, whose steps are shares of a batch that workers push one by one. "
                 "Go on with exchange=async, or start a new run."
             )
-        for name, here in (("seed", self.job.seed), ("batch_size", self.job.batch_size)):
-            if checkpoint.values[name] != here:
-                raise CheckpointError(
-                    f"The checkpoint was written with {name}={checkpoint.values[name]} and the job has {name}={here}: the data would not go on where it stopped. "
-                    f"Set {name}={checkpoint.values[name]}, or start a new run."
-                )
+        checkpoint.check_data(self.job)
         weights = checkpoint.weights()
         for replica in self.replicas:
             checkpoint.check(replica.shards.fingerprint(replica.model))
             replica.shards.load_weights(replica.model, weights)
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.load(checkpoint.read, shapes, checkpoint.values["updater"])
+        checkpoint.check_steps_left(self.steps)
         self.next_step = checkpoint.step
-        if self.next_step >= self.steps:
-            raise CheckpointError(
-                f"The checkpoint is at step {self.next_step} and the run has {how_many(self.steps, 'step')}, so nothing is left. Give more with --steps."
-            )
 
     def _check_separate(self) -> None:
         models = [id(replica.model) for replica in self.replicas]

@@ -13,11 +13,10 @@ from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.shares import Shares
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import CheckpointError
 from meshloom.exchange.elastic.ledger import Ledger
 from meshloom.job import Job
 from meshloom.plan import Plan
-from meshloom.state.checkpoint import Checkpoint, save
+from meshloom.state.checkpoint import Checkpoint, check_same_data, save
 from meshloom.state.shards import Shards
 
 
@@ -65,17 +64,8 @@ def read_state(checkpoint: Checkpoint, job: Job, plan: Plan, shares: Shares, mod
     """
     checkpoint.check(Shards({}, None).fingerprint(model))
     values: Any = checkpoint.values
-    here = {"seed": job.seed, "batch_size": job.batch_size}
-    there = {name: values[name] for name in here}
+    checkpoint.check_data(job)
     if "asynchronous" in values:
-        here |= {"dp": plan.dp, "microbatches": plan.microbatches}
-        there |= {name: values["asynchronous"][name] for name in ("dp", "microbatches")}
-    for name, value in here.items():
-        if there[name] != value:
-            raise CheckpointError(
-                f"The checkpoint was written with {name}={there[name]} and this run has {name}={value}: the data would not go on where it stopped. "
-                f"Set {name}={there[name]}, or start a new run."
-            )
-    if "asynchronous" in values:
+        check_same_data(values["asynchronous"], {"dp": plan.dp, "microbatches": plan.microbatches}, "the plan")
         return values["asynchronous"]["state"]
     return {"ledger": Ledger(shares.first_of(checkpoint.step)).state(), "ages": {}}
