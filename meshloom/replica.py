@@ -25,7 +25,7 @@ from meshloom.comm.seat import Seat
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import agree, collect
 from meshloom.comm.windows import windows_of
-from meshloom.errors import CheckpointError, DataError, JobError, TrainingError
+from meshloom.errors import CheckpointError, DataError, TrainingError
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
@@ -51,7 +51,8 @@ from meshloom.state.checkpoint import Piece
 from meshloom.state.data import Chunk, to_device
 from meshloom.state.homes import held
 from meshloom.state.made import Made, make_optimizers
-from meshloom.state.model import build_model, copy_from_first, facts, state_of
+from meshloom.state.metrics import MetricSums
+from meshloom.state.model import build_model, copy_from_first, facts, state_of, trainable
 from meshloom.state.not_finite import find_not_finite
 from meshloom.state.optimizer import Updater
 from meshloom.state.outer_state import load_outer, outer_pieces
@@ -119,10 +120,8 @@ class Replica:
         self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
         self.model = build_model(job, seat.device, dtype)
-        self.named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self.named = trainable(self.model)
         self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
-        if not self.named:
-            raise JobError("The model has no trainable parameters: every parameter has requires_grad=False, or there are none.")
         self._num_parameters = sum(each.numel() for each in self.model.parameters())
         self._num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
@@ -287,7 +286,8 @@ class Replica:
     def settle(self) -> Steps[None]:
         """End a round of local steps, so that all replicas hold the same parameters; nothing if they do. Every rank calls it."""
         if self.rounds and (yield from self.rounds.settle()):
-            yield from self._changed()
+            self.updater.forget()
+            yield from self._lend_again()
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
         """Mean of every metric over all replicas' chunks, in evaluation mode.
@@ -298,25 +298,22 @@ class Replica:
             return (yield from self._evaluate(chunks))
         own = yield from self.rounds.mean()
         try:
-            if self.staged:
-                yield from self.staged.lend_again()
+            yield from self._lend_again()
             values = yield from self._evaluate(chunks)
         finally:
             self.rounds.put_back(own)
-        if self.staged:
-            yield from self.staged.lend_again()
+        yield from self._lend_again()
         return values
 
-    def _changed(self) -> Steps[None]:
+    def _lend_again(self) -> Steps[None]:
         """Parameters have new values that no update made."""
-        self.updater.forget()
         if self.staged:
             yield from self.staged.lend_again()
 
     def _evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
         assert self.job.evaluate
         metrics = self.job.evaluate.metrics
-        sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device=self.seat.device)
+        tally = MetricSums(metrics, self.seat.device)
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad():
@@ -324,19 +321,19 @@ class Replica:
                 if not chunk.samples:
                     continue
                 data = self._data(chunk)
-                for row, metric in zip(sums, metrics.values(), strict=True):
+                for name, metric in metrics.items():
                     if self.staged:
-                        yield from self.staged.evaluate(data, metric, partial(_add_value, row, chunk))
+                        yield from self.staged.evaluate(data, metric, partial(tally.add, name, chunk))
                     else:
-                        _add_value(row, chunk, metric(self.model, data))
+                        tally.add(name, chunk, metric(self.model, data))
         self.model.train(was_training)
         if self.staged:
-            yield from self.staged.add_up(sums)
+            yield from self.staged.add_up(tally.sums)
         if self.plan.dp > 1:
-            work = self.replicas.all_reduce(sums)
+            work = self.replicas.all_reduce(tally.sums)
             yield
             work.wait()
-        return {name: total / weight if weight else math.nan for name, (total, weight) in zip(metrics, sums.tolist(), strict=True)}
+        return tally.means()
 
     def weights(self) -> Steps[dict[str, Any]]:
         """The model's `state_dict` in whole shapes; all of it on the replica's first rank.
@@ -531,11 +528,6 @@ class Replica:
             f"The loss of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
             "lower the learning rate, clip gradients, or look at this batch."
         )
-
-
-def _add_value(row: Tensor, chunk: Chunk, returned: Any) -> None:
-    value, weight = as_sum(returned, chunk.samples, needs_gradient=False)
-    row += torch.stack([value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)])
 
 
 def _add(*parts: Mapping[str, int]) -> dict[str, int]:

@@ -29,7 +29,6 @@ from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.recording import Recording, gather_timeline, is_kept, write_recording
 from meshloom.report.summary import Traffic, time_shares
-from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
@@ -235,7 +234,7 @@ class Trainer:
                 weights=weights,
                 pieces=pieces,
                 values={"updater": values, "seed": self.job.seed, "batch_size": self.job.batch_size},
-                fingerprint=_fingerprint(replica),
+                fingerprint=replica.shards.fingerprint(replica.model),
                 plan_text=str(self.plan),
                 group=replica.seat.world,
                 keep=self.job.keep_checkpoints,
@@ -378,23 +377,15 @@ class Trainer:
                 f"{checkpoint.path} was written under {checkpoint.plan_text}, whose steps are shares of a batch that workers push one by one. "
                 "Go on with exchange=async, or start a new run."
             )
-        for name, here in (("seed", self.job.seed), ("batch_size", self.job.batch_size)):
-            if checkpoint.values[name] != here:
-                raise CheckpointError(
-                    f"The checkpoint was written with {name}={checkpoint.values[name]} and the job has {name}={here}: the data would not go on where it stopped. "
-                    f"Set {name}={checkpoint.values[name]}, or start a new run."
-                )
+        checkpoint.check_data(self.job)
         weights = checkpoint.weights()
         for replica in self.replicas:
-            checkpoint.check(_fingerprint(replica))
+            checkpoint.check(replica.shards.fingerprint(replica.model))
             replica.shards.load_weights(replica.model, weights)
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.load(checkpoint.read, shapes, checkpoint.values["updater"])
+        checkpoint.check_steps_left(self.steps)
         self.next_step = checkpoint.step
-        if self.next_step >= self.steps:
-            raise CheckpointError(
-                f"The checkpoint is at step {self.next_step} and the run has {how_many(self.steps, 'step')}, so nothing is left. Give more with --steps."
-            )
 
     def _check_separate(self) -> None:
         models = [id(replica.model) for replica in self.replicas]
@@ -455,15 +446,6 @@ def _plan(plan: Plan | str | None) -> Plan:
     if given and replace(Plan.parse(given), keyed_draws=chosen.keyed_draws) != chosen:  # verification keys the draws of any plan
         raise PlanError(f"The program's own plan is {chosen} and the command line says --plan {given}. Leave one of them out, or make them equal.")
     return chosen
-
-
-def _fingerprint(replica: Replica) -> dict[str, str]:
-    """Shape and dtype of everything that a checkpoint of this model holds."""
-    return {
-        name: f"{list(replica.shards.whole_shape(name, tensor))} {tensor.dtype}"
-        for name, tensor in replica.model.state_dict().items()
-        if isinstance(tensor, torch.Tensor)
-    }
 
 
 def _to_its_end(rank: Steps[T], seat: Any) -> T:

@@ -13,7 +13,7 @@ from saving_jobs import SHAPES, save_step, slices_of, state_of, weights_of
 
 from meshloom.errors import CheckpointError
 from meshloom.state import layout
-from meshloom.state.checkpoint import Checkpoint, find, fingerprint_of
+from meshloom.state.checkpoint import Checkpoint, check_same_data, find, fingerprint_of
 
 
 @pytest.mark.parametrize("saved_on", [1, 2, 3, 8])
@@ -150,6 +150,23 @@ def test_checkpoint_in_another_dtype(tmp_path):
     with pytest.raises(CheckpointError, match="is 5 x 3 float32 in it and 5 x 3 float64 in this job"):
         Checkpoint.open(tmp_path).check(doubles)
     Checkpoint.open(tmp_path).check(fingerprint_of(weights_of(2).items()))
+
+
+def test_a_run_that_cannot_go_on_from_here(tmp_path):
+    save_step(tmp_path, 2)
+    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint.check_steps_left(3)
+    for steps, said in ((2, "2 steps"), (1, "1 step")):
+        with pytest.raises(
+            CheckpointError, match=rf"^The checkpoint is at step 2 and the run has {said}, so nothing is left. Give more with --steps.$"
+        ):
+            checkpoint.check_steps_left(steps)
+    saved = {"dp": 4, "microbatches": 2, "state": None}
+    check_same_data(saved, {"dp": 4, "microbatches": 2}, "the plan")
+    with pytest.raises(
+        CheckpointError, match=r"^The checkpoint was written with dp=4 and the plan has dp=3: the data .* Set dp=4, or start a new run.$"
+    ):
+        check_same_data(saved, {"dp": 3, "microbatches": 1}, "the plan")
 
 
 def test_where_there_is_no_checkpoint(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 NATIVE = Path(__file__).parents[1] / "meshloom" / "comm" / "native"
 STRESS = Path(__file__).with_name("native") / "stress.c"
 SIZES = b"#include <stddef.h>\nsize_t ml_element_bytes(int dtype) { return dtype >= 0; }"  # for reduce.c alone, of one-byte types
-RACES = {  # a bug planted in engine.c: the text, and what takes its place
+RACES = {  # a planted bug: a text of the engine, and what takes its place
     "a descriptor is published before it is written": (
         "atomic_store_explicit(&own->started, number + 1, memory_order_release)",
         "atomic_store_explicit(&own->started, number + 1, memory_order_relaxed)",
@@ -23,19 +23,26 @@ RACES = {  # a bug planted in engine.c: the text, and what takes its place
 }
 
 
-def build(directory: Path, engine: str) -> Path:
-    """The stress program with this text of the engine."""
+def engine_files() -> list[Path]:
+    """All but the Python module."""
+    return [path for path in sorted(NATIVE.glob("*.c")) if path.name != "module.c"]
+
+
+def build(directory: Path, right: str = "", wrong: str = "") -> Path:
+    """The stress program with the engine, in which `wrong` stands where `right` stood."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if not compiler:
         pytest.skip("There is no C compiler.")
     (directory / "probe.c").write_text("int main(void) { return 0; }")
-    (directory / "engine.c").write_text(engine)
+    files = [directory / path.name for path in engine_files()]
+    for path, copy in zip(engine_files(), files, strict=True):
+        copy.write_text(path.read_text().replace(right, wrong) if right else path.read_text())
     words = [compiler, "-std=c11", "-g", "-O1", "-fsanitize=thread", "-Wno-tsan", f"-I{NATIVE}"]
     probe = subprocess.run([*words, directory / "probe.c", "-o", directory / "probe"], capture_output=True, text=True)
     if probe.returncode or subprocess.run([directory / "probe"], capture_output=True).returncode:
         pytest.skip(f"ThreadSanitizer does not run here. {probe.stderr.strip()}")
     made = directory / "stress"
-    subprocess.run([*words, STRESS, directory / "engine.c", NATIVE / "reduce.c", "-o", made, "-lpthread", "-lm"], check=True)
+    subprocess.run([*words, STRESS, *files, "-o", made, "-lpthread", "-lm"], check=True)
     return made
 
 
@@ -62,14 +69,22 @@ def test_averages_of_small_integers_over_many_ranks(tmp_path: Path) -> None:
             assert output[0] == 127 // ranks
 
 
+@pytest.mark.parametrize("path", engine_files(), ids=lambda path: path.name)
+def test_the_compiler_has_nothing_to_say(path: Path) -> None:
+    compiler = shutil.which("gcc") or pytest.skip("There is no gcc.")
+    words = [compiler, "-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Wmissing-prototypes", "-Werror", "-fsyntax-only", path]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_calls_of_three_ranks_have_no_race(tmp_path: Path) -> None:
-    stress(build(tmp_path, (NATIVE / "engine.c").read_text()), 3, 300, 0)
+    stress(build(tmp_path), 3, 300, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_calls_have_no_race(tmp_path: Path) -> None:
-    program = build(tmp_path, (NATIVE / "engine.c").read_text())
+    program = build(tmp_path)
     for ranks in (3, 4, 5, 8):
         for seed in range(1, 4):
             stress(program, ranks, 2000, seed)
@@ -79,8 +94,7 @@ def test_many_calls_have_no_race(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bug", RACES)
 def test_a_planted_race_is_found(bug: str, tmp_path: Path) -> None:
     right, wrong = RACES[bug]
-    engine = (NATIVE / "engine.c").read_text()
-    assert right in engine
-    program = build(tmp_path, engine.replace(right, wrong))
+    assert sum(path.read_text().count(right) for path in engine_files()) == 1
+    program = build(tmp_path, right, wrong)
     done = subprocess.run([program, "4", "300", "1"], capture_output=True, text=True, timeout=250)
     assert "WARNING: ThreadSanitizer: data race" in done.stderr

@@ -41,6 +41,20 @@ def test_parts_make_the_whole_again(num_ranks: int, dtype: torch.dtype):
             assert sum(count.bytes for count in each.group.counts.values()) == each.gather_bytes("x", dtype)
 
 
+def test_fingerprint_of_a_divided_model_is_that_of_the_whole():
+    def whole() -> nn.Module:
+        model = nn.Linear(3, 5).double()
+        model.register_buffer("count", torch.tensor(0))
+        return model
+
+    expected = {"weight": "[5, 3] torch.float64", "bias": "[5] torch.float64", "count": "[] torch.int64"}
+    assert Shards({}, None).fingerprint(whole()) == expected
+    for shards in everyone({"weight": random_pieces((5, 3), 2, random.Random(0))}, 2):
+        model = whole()
+        shards.divide(model)
+        assert shards.fingerprint(model) == expected
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_element_is_spoken_for_by_its_first_holder(num_ranks: int):
     draw = random.Random(num_ranks)

@@ -20,7 +20,8 @@ from processes import CONTEXT, RankError
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from meshloom.comm.segments import Files
-from meshloom.comm.shm import Settings, ShmGroup, Window
+from meshloom.comm.shm import Settings, ShmGroup
+from meshloom.comm.shm_window import Window
 
 MEETING_SECONDS = 30.0
 WINDOW_BYTES = 1 << 20

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.asynchronous.parameters import Content
 from meshloom.asynchronous.replica import WorkerReplica
@@ -14,11 +14,11 @@ from meshloom.asynchronous.shares import Shares
 from meshloom.asynchronous.team import TeamReplica
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import CheckpointError
 from meshloom.exchange.elastic.ledger import Ledger
 from meshloom.job import Job
 from meshloom.plan import Plan
-from meshloom.state.checkpoint import Checkpoint, save
+from meshloom.state.checkpoint import Checkpoint, check_same_data, save
+from meshloom.state.shards import Shards
 
 
 def write_snapshot(directory: Path, version: int, contents: Sequence[Content], state: Any, model: nn.Module, job: Job, plan: Plan) -> Path:
@@ -35,7 +35,7 @@ def write_snapshot(directory: Path, version: int, contents: Sequence[Content], s
         weights=model.state_dict(),
         pieces=[piece for content in contents for piece in content.pieces],
         values=values,
-        fingerprint=_fingerprint(model),
+        fingerprint=Shards({}, None).fingerprint(model),
         plan_text=str(plan),
         group=simulated_groups(1)[0],
         keep=job.keep_checkpoints,
@@ -63,24 +63,10 @@ def read_state(checkpoint: Checkpoint, job: Job, plan: Plan, shares: Shares, mod
 
     Raises `CheckpointError` if the checkpoint is of another model, or its data would not go on where it stopped.
     """
-    checkpoint.check(_fingerprint(model))
+    checkpoint.check(Shards({}, None).fingerprint(model))
     values: Any = checkpoint.values
-    here = {"seed": job.seed, "batch_size": job.batch_size}
-    there = {name: values[name] for name in here}
+    checkpoint.check_data(job)
     if "asynchronous" in values:
-        here |= {"dp": plan.dp, "microbatches": plan.microbatches}
-        there |= {name: values["asynchronous"][name] for name in ("dp", "microbatches")}
-    for name, value in here.items():
-        if there[name] != value:
-            raise CheckpointError(
-                f"The checkpoint was written with {name}={there[name]} and this run has {name}={value}: the data would not go on where it stopped. "
-                f"Set {name}={there[name]}, or start a new run."
-            )
-    if "asynchronous" in values:
+        check_same_data(values["asynchronous"], {"dp": plan.dp, "microbatches": plan.microbatches}, "the plan")
         return values["asynchronous"]["state"]
     return {"ledger": Ledger(shares.first_of(checkpoint.step)).state(), "ages": {}}
-
-
-def _fingerprint(model: nn.Module) -> dict[str, str]:
-    """Shape and dtype of everything that a checkpoint of this model holds."""
-    return {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}

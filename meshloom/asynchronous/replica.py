@@ -16,7 +16,7 @@ from torch import Tensor
 from meshloom.asynchronous.division import divide_over_servers, needs_whole
 from meshloom.asynchronous.parameters import changes_of
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import DataError, JobError, TrainingError
+from meshloom.errors import DataError, TrainingError
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.elastic.worker import Computed
 from meshloom.job import Job
@@ -25,7 +25,8 @@ from meshloom.plan import Plan
 from meshloom.random import KeyedDraws, chunk_seed, seed_everything
 from meshloom.state.clipping import sum_of_squares
 from meshloom.state.data import Chunk, to_device
-from meshloom.state.model import build_model
+from meshloom.state.metrics import MetricSums
+from meshloom.state.model import build_model, trainable
 from meshloom.state.not_finite import find_not_finite
 from meshloom.state.tally import Tally
 
@@ -39,9 +40,7 @@ class WorkerReplica:
         self._plan = plan
         self._device = device
         self._dtype = dtype
-        named = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
-        if not named:
-            raise JobError("The model has no trainable parameters: every parameter has requires_grad=False, or there are none.")
+        named = trainable(self.model)
         self.whole = needs_whole(job, named, plan.servers)
         self.division = divide_over_servers(named, plan.servers, whole=self.whole)
         self._names = [name for name, _ in named]
@@ -89,16 +88,14 @@ class WorkerReplica:
         """Mean of every metric over the chunks, in evaluation mode, at what was loaded."""
         assert self._job.evaluate
         metrics = self._job.evaluate.metrics
-        sums = {name: [0.0, 0.0] for name in metrics}
+        sums = MetricSums(metrics, self._device)
         self.model.eval()
         with torch.no_grad():
             for chunk in chunks:
                 data = self._data(chunk)
                 for name, metric in metrics.items():
-                    value, weight = as_sum(metric(self.model, data), chunk.samples, needs_gradient=False)
-                    sums[name][0] += float(value.double())
-                    sums[name][1] += float(weight)
-        return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+                    sums.add(name, chunk, metric(self.model, data))
+        return sums.means()
 
     @staticmethod
     def _cut(gradient: Tensor | None, start: int, stop: int) -> Tensor | None:

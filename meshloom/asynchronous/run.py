@@ -69,10 +69,8 @@ class AsynchronousRun:
         self._evaluation_data: Any = None
         checkpoint = Checkpoint.open(find(settings.resume)) if settings.resume is not None else None
         self.next_step = checkpoint.step if checkpoint else 0
-        if self.next_step >= settings.steps:
-            raise CheckpointError(
-                f"The checkpoint is at step {self.next_step} and the run has {how_many(settings.steps, 'step')}, so nothing is left. Give more with --steps."
-            )
+        if checkpoint:
+            checkpoint.check_steps_left(settings.steps)
         state = read_state(checkpoint, job, plan, self._shares, self.model) if checkpoint else first_state()
         kind = Kind(incarnation=0, state=state)
         start = self.next_step

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.mean import divide
 from meshloom.errors import CollectiveError, PeerLostError
 
 # torch 2.13 renamed these two and warns about the old names.
@@ -68,7 +69,7 @@ class C10dGroup(Group):
             f"all_reduce of {_describe(tensor)}",
             [tensor],
             lambda: dist.all_reduce(tensor, _OPS[op], group=self._process_group, async_op=True),
-            (lambda: _divide(tensor, self.size)) if op == "avg" else None,
+            (lambda: divide(tensor, self.size)) if op == "avg" else None,
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -77,7 +78,7 @@ class C10dGroup(Group):
             f"reduce_scatter of {_describe(tensor)}",
             [output, tensor],
             lambda: _reduce_scatter(output.view(-1), tensor.view(-1), op=_OPS[op], group=self._process_group, async_op=True),
-            (lambda: _divide(output, self.size)) if op == "avg" else None,
+            (lambda: divide(output, self.size)) if op == "avg" else None,
         )
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -235,10 +236,6 @@ class _C10dWork(Work):
 
     def is_finished(self) -> bool:
         return self._done or self._work.is_completed()
-
-
-def _divide(total: Tensor, count: int) -> None:
-    total.copy_(total / count)
 
 
 def _describe(tensor: Tensor) -> str:

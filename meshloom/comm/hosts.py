@@ -24,6 +24,7 @@ from torch import Tensor
 
 from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.mean import divide
 from meshloom.comm.phases import PhasedLine, Phases
 from meshloom.errors import CollectiveError, PeerLostError
 
@@ -110,7 +111,7 @@ class HostsGroup(Group):
 
         def third() -> None:
             if op == "avg":
-                _divide(mine, self.size)
+                divide(mine, self.size)
             if leads:
                 rest.copy_(mine[n:])
             inside = _nonempty(body, lambda: self._parts.last.all_gather(body, mine[:n]))
@@ -131,7 +132,7 @@ class HostsGroup(Group):
 
         def third() -> None:
             if op == "avg":
-                _divide(output, self.size)
+                divide(output, self.size)
 
         return self._start(f"reduce_scatter of {flat.nbytes} bytes", first, second, third)
 
@@ -257,10 +258,6 @@ def _consecutive(ranks: Sequence[int]) -> bool:
 def _summed(op: ReduceOp) -> ReduceOp:
     """What every phase but the last one does for `op`: there is one division, at the end."""
     return "sum" if op == "avg" else op
-
-
-def _divide(total: Tensor, count: int) -> None:
-    total.copy_(total / count)
 
 
 def _nonempty(tensor: Tensor, start: Callable[[], Work]) -> list[Work]:

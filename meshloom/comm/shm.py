@@ -1,12 +1,11 @@
 """Ranks of one host that talk through memory which all of them have mapped: as fast as memory, and usable from torch alone.
 
-What is done with the memory is the compiled engine's work (native/engine.h says how). Here tensors become addresses, ranks meet, and
-what goes wrong gets its sentence: a rank that has died, that does not come, that has called something else.
+What is done with the memory is the compiled engine's work (native/engine.h says how). Here tensors become addresses and ranks meet; what
+goes wrong gets its sentence in shm_failures.py: a rank that has died, that does not come, that has called something else.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from meshloom.comm.activity import Activity
 from meshloom.comm.calls import (
-    ABORTED,
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -31,7 +29,6 @@ from meshloom.comm.calls import (
     DTYPES,
     GATHER,
     KINDS,
-    MISMATCH,
     MOVED,
     NO_SPACE,
     OPS,
@@ -40,14 +37,16 @@ from meshloom.comm.calls import (
     SCATTER,
     WAITING,
     Op,
-    call_of,
     describe,
-    tensor_of,
 )  # fmt: skip
+from meshloom.comm.contiguous import one_after_another, to_read, to_write
+from meshloom.comm.cores import cores
 from meshloom.comm.group import Group, Work
 from meshloom.comm.meeting import Meeting
 from meshloom.comm.peers import Peers
-from meshloom.comm.segments import Files, free_bytes, map_file, too_little
+from meshloom.comm.segments import Files, free_bytes, too_little
+from meshloom.comm.shm_failures import Failures
+from meshloom.comm.shm_window import Window, share_memory
 from meshloom.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 
 if TYPE_CHECKING:
@@ -94,21 +93,6 @@ class Settings:
     yields: int = 50
 
 
-class Window:
-    """Memory of every rank of a group that all ranks have mapped.
-
-    >>> Window([torch.zeros(3, dtype=torch.uint8)]).of(0).numel()
-    3
-    """
-
-    def __init__(self, memory: Sequence[Tensor]) -> None:
-        self._memory = tuple(memory)
-
-    def of(self, rank: int) -> Tensor:
-        """That rank's part (uint8 [num_bytes], aligned to a page)."""
-        return self._memory[rank]
-
-
 class ShmGroup(Group):
     """Ranks of one host, CPU tensors of any strides.
 
@@ -149,7 +133,7 @@ class ShmGroup(Group):
         self._reductions: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
         self._windows: list[Window] = []
         self._settings = settings or Settings()
-        if (ranks_here or size) > _cores():
+        if (ranks_here or size) > cores():
             self._settings = Settings(**{**self._settings.__dict__, "spins": 0})
         meeting = Meeting(store, rank, size, self._members, self._timeout)
         self._files, self._processes, control, arenas, arena_file = meeting.share(_engine.control_bytes(size), _CAPACITY, files)
@@ -168,26 +152,26 @@ class ShmGroup(Group):
         return self._size
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
-        flat, finish = _written(tensor)
+        flat, finish = to_write(tensor)
         address = flat.data_ptr()
         return self._start(ALL_REDUCE, flat, address, address, self._reduction(tensor.dtype, op), tensor.shape, finish=finish)
 
     def reduce(self, tensor: Tensor, destination: int, op: Op = "sum") -> Work:
         """Rank `destination`'s `tensor` becomes the reduction of all ranks'; the others' stay."""
-        flat, finish = _written(tensor)
+        flat, finish = to_write(tensor)
         address = flat.data_ptr()
         return self._start(REDUCE, flat, address, address, self._reduction(tensor.dtype, op), tensor.shape, destination, finish)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         self._check_share("reduce_scatter", tensor, output)
-        (into, finish), whole = _written(output), _read(tensor)
+        (into, finish), whole = to_write(output), to_read(tensor)
         return self._start(
             REDUCE_SCATTER, into, whole.data_ptr(), into.data_ptr(), self._reduction(tensor.dtype, op), (into.numel(),), finish=finish, kept=whole
         )
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         self._check_share("all_gather", output, tensor)
-        (into, finish), part = _written(output), _read(tensor)
+        (into, finish), part = to_write(output), to_read(tensor)
         return self._start(ALL_GATHER, part, part.data_ptr(), into.data_ptr(), self._moved(tensor), (part.numel(),), finish=finish, kept=into)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
@@ -196,7 +180,7 @@ class ShmGroup(Group):
                 f"all_to_all on {self._members[self._rank]} sends {list(sizes)} of {tensor.numel()} elements and receives {list(output_sizes)} into "
                 f"{output.numel()}: give one size for each of the {self._size} ranks, adding up to each."
             )
-        (into, finish), whole = _written(output), _read(tensor)
+        (into, finish), whole = to_write(output), to_read(tensor)
         self._check(whole, into)
         engine, handle = self._open()
         dtype, _ = self._moved(tensor)
@@ -204,48 +188,48 @@ class ShmGroup(Group):
         return self._started(number, ALL_TO_ALL, whole, finish, (whole, into))
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
-        part = _read(tensor)
+        part = to_read(tensor)
         moved, shape = self._moved(tensor), (part.numel(),)
         if self._rank != destination:
             return self._start(GATHER, part, part.data_ptr(), 0, moved, shape, destination)
-        written = [_written(output) for output in self._one_each("gather", outputs, tensor)]
+        written = [to_write(output) for output in self._one_each("gather", outputs, tensor)]
         places = tuple(into.data_ptr() for into, _ in written)
-        return self._start(GATHER, part, part.data_ptr(), places, moved, shape, destination, _one_after_another(written), written)
+        return self._start(GATHER, part, part.data_ptr(), places, moved, shape, destination, one_after_another(written), written)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        into, finish = _written(output)
+        into, finish = to_write(output)
         moved, shape = self._moved(output), (into.numel(),)
         if self._rank != source:
             return self._start(SCATTER, into, 0, into.data_ptr(), moved, shape, source, finish)
-        parts = [_read(tensor) for tensor in self._one_each("scatter", tensors, output)]
+        parts = [to_read(tensor) for tensor in self._one_each("scatter", tensors, output)]
         return self._start(SCATTER, into, tuple(part.data_ptr() for part in parts), into.data_ptr(), moved, shape, source, finish, parts)
 
     def gather_all(self, outputs: Sequence[Tensor], tensor: Tensor) -> Work:
         """`all_gather` whose outputs, one for each rank, lie anywhere."""
-        part = _read(tensor)
-        written = [_written(output) for output in self._one_each("all_gather", outputs, tensor)]
+        part = to_read(tensor)
+        written = [to_write(output) for output in self._one_each("all_gather", outputs, tensor)]
         places = tuple(into.data_ptr() for into, _ in written)
         return self._start(
-            ALL_GATHER, part, part.data_ptr(), places, self._moved(tensor), (part.numel(),), finish=_one_after_another(written), kept=written
+            ALL_GATHER, part, part.data_ptr(), places, self._moved(tensor), (part.numel(),), finish=one_after_another(written), kept=written
         )
 
     def scatter_reduced(self, output: Tensor, tensors: Sequence[Tensor], op: Op = "sum") -> Work:
         """`reduce_scatter` whose inputs, one for each rank, lie anywhere."""
-        into, finish = _written(output)
-        parts = [_read(tensor) for tensor in self._one_each("reduce_scatter", tensors, output)]
+        into, finish = to_write(output)
+        parts = [to_read(tensor) for tensor in self._one_each("reduce_scatter", tensors, output)]
         return self._start(
             REDUCE_SCATTER, into, tuple(part.data_ptr() for part in parts), into.data_ptr(), self._reduction(output.dtype, op), (into.numel(),),
             finish=finish, kept=parts,
         )  # fmt: skip
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        flat, finish = _written(tensor)
+        flat, finish = to_write(tensor)
         address = flat.data_ptr()
         return self._start(BROADCAST, flat, address, address, self._moved(tensor), tensor.shape, source, finish)
 
     def send(self, tensor: Tensor, destination: int, tag: int = 0) -> Work:
         """Send to a rank; over as soon as the tensor may be changed."""
-        flat = _read(tensor)
+        flat = to_read(tensor)
         self._check(flat)
         engine, handle = self._open()
         dtype, _ = self._moved(tensor)
@@ -254,7 +238,7 @@ class ShmGroup(Group):
 
     def recv(self, tensor: Tensor, source: int | None, tag: int = 0) -> RecvWork:
         """Fill `tensor` with what rank `source`, or any rank, sent under that tag."""
-        flat, finish = _written(tensor)
+        flat, finish = to_write(tensor)
         self._check(flat)
         engine, handle = self._open()
         dtype, _ = self._moved(tensor)
@@ -272,36 +256,7 @@ class ShmGroup(Group):
         Tensors that lie there are used in place. owner: the only rank that gives any: the others' parts are empty, and collectives copy.
         Raises `CollectiveError` on all ranks if one of them has too little memory.
         """
-        givers = range(self._size) if owner is None else [owner]
-        problem: MeshloomError | None = None
-        descriptor = number = -1
-        try:
-            descriptor, number = self._files.create(num_bytes if self._rank in givers else 0, backed=True)
-        except (CollectiveError, OSError) as error:
-            problem = error if isinstance(error, CollectiveError) else too_little(self._files.where, num_bytes, None)
-        answers = torch.empty(2 * self._size, dtype=torch.int64)
-        self.all_gather(answers, torch.tensor([number, num_bytes])).wait()
-        numbers, sizes = answers.view(self._size, 2).T.tolist()
-        if problem:
-            raise problem
-        try:
-            if -1 in numbers:
-                raise CollectiveError(f"{self._members[numbers.index(-1)]} has too little memory for a window of {num_bytes} bytes.")
-            if len(set(sizes)) > 1:
-                raise CollectiveError(f"The ranks ask for windows of different sizes, {sizes} bytes: all must ask for the same.")
-            memory: list[Tensor] = []
-            for other in range(self._size):
-                if other not in givers:
-                    memory.append(torch.empty(0, dtype=torch.uint8))
-                    continue
-                opened = descriptor if other == self._rank else self._files.open(self._processes[other], numbers[other])
-                memory.append(map_file(opened, num_bytes))
-                if other != self._rank:
-                    os.close(opened)
-            self.barrier().wait()
-        finally:
-            self._files.all_have_opened(number)
-            os.close(descriptor)
+        memory = share_memory(self, self._files, self._processes, self._members, num_bytes, owner)
         window = Window(memory)
         engine, handle = self._open()
         if owner is None:
@@ -419,46 +374,26 @@ class ShmGroup(Group):
         """Raise if a peer that is needed has gone, or all took too long. missed: those that were gone at the last look already."""
         engine, handle = self._open()
         gone = self._peers.gone()
-        here = self._members[self._rank]
         behind = [rank for rank in range(self._size) if not message and engine.started(handle, rank) <= number]
         for rank in sorted(gone):
             # One that had started it has done its part, unless it died in the middle: then nothing moves any more.
             needed = rank == peer or peer is None if message else rank in behind or (not behind and rank in missed)
             if needed and rank in missed:
-                raise PeerLostError(f"{here} lost {self._members[rank]}, whose process has ended, in {what()}.")
+                raise self._failures().gone(rank, what())
         if time.monotonic() > deadline:
             late = [rank for rank in behind if rank != self._rank] or ([peer] if peer is not None else [])
-            who = ", ".join(self._members[rank] for rank in late) or "the other ranks"
-            last = "".join(f" {self._members[rank]} {self._last_of(rank)}." for rank in late[:3] if not message)
-            raise PeerLostError(f"{here} waited too long for {who} in {what()}: longer than the timeout of {self._timeout:g} s.{last}")
+            raise self._failures().late(late, what(), self._timeout, message=message)
         return gone
 
-    def _last_of(self, rank: int) -> str:
+    def _failures(self) -> Failures:
         engine, handle = self._open()
-        started = engine.started(handle, rank)
-        found = engine.descriptor(handle, rank, started - 1) if started else None
-        return f"has started {call_of(found)} last" if found else "has started nothing yet"
+        return Failures(engine=engine, handle=handle, rank=self._rank, members=self._members)
 
     def _failure(self, status: int, what: str, message: bool) -> MeshloomError:
-        engine, handle = self._open()
-        here = self._members[self._rank]
-        if status == ABORTED:
-            return PeerLostError(f"{here} lost {self._members[engine.aborted_by(handle)]}, which has aborted, in {what}.")
         if status == NO_SPACE:
+            engine, handle = self._open()
             return too_little(self._files.where, engine.missing_bytes(handle), free_bytes(self._memory[2].descriptor) if self._memory else None)
-        if status == MISMATCH:
-            rank, number = engine.mismatch(handle)
-            there = self._members[rank]
-            if message:
-                sent = engine.letter(handle, rank, number)
-                return CollectiveError(f"{what} on {here} met {tensor_of(sent)} from {there}: give recv the shape and dtype that were sent.")
-            own, other = engine.descriptor(handle, self._rank, number), engine.descriptor(handle, rank, number)
-            if own == other:
-                return CollectiveError(f"{what}: the sizes that {here} and {there} expect of each other differ.")
-            return CollectiveError(
-                f"{here} called {call_of(own)} where {there} called {call_of(other)}: all ranks of a group must make the same calls in the same order."
-            )
-        return CollectiveError(f"{here} is out of memory in {what}.")
+        return self._failures().of(status, what, message=message)
 
 
 class RecvWork(Work):
@@ -509,39 +444,3 @@ class _Message(RecvWork):
 
     def is_finished(self) -> bool:
         return self._done or self._group.is_over(self._number, message=True)
-
-
-def _read(tensor: Tensor) -> Tensor:
-    """The same elements, contiguous and as they stand in memory."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _written(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """A contiguous tensor to write to, and what brings it to `tensor` afterwards, if that is needed."""
-    flat = _read(tensor)
-    if flat is tensor:
-        return flat, None
-    target = tensor.detach()
-
-    def finish() -> None:
-        target.copy_(flat)
-
-    return flat, finish
-
-
-def _one_after_another(written: Sequence[tuple[Tensor, Callable[[], None] | None]]) -> Callable[[], None] | None:
-    finishes = [finish for _, finish in written if finish]
-    if not finishes:
-        return None
-
-    def finish_all() -> None:
-        for finish in finishes:
-            finish()
-
-    return finish_all
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,8 +6,9 @@ from typing import Literal
 
 import torch
 
+from meshloom.comm.cores import cores
 from meshloom.errors import DeviceError
-from meshloom.launch.environment import cores, current_seat, threads_per_rank
+from meshloom.launch.environment import current_seat, threads_per_rank
 from meshloom.launch.wording import counted, visible_gpus
 from meshloom.mesh import Mesh
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from meshloom.comm.cores import cores
 from meshloom.errors import DeviceError
 
 
@@ -47,11 +48,6 @@ def activity_descriptor() -> int | None:
     """The file of one page in which our launcher reads what this rank is doing; None if there is none."""
     descriptor = os.environ.get("MESHLOOM_ACTIVITY_FD")
     return None if descriptor is None else int(descriptor)
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_rank(num_ranks: int) -> int:

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from meshloom.comm.activity import PAGE_BYTES, Activity, is_page
+from meshloom.comm.cores import cores
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.shm import why_not
 from meshloom.comm.turns import Turns
 from meshloom.errors import DeviceError, PeerLostError
 from meshloom.launch.connecting import Connections
 from meshloom.launch.devices import Kind
-from meshloom.launch.environment import Seat, activity_descriptor, cores, launched_devices, launched_transport
+from meshloom.launch.environment import Seat, activity_descriptor, launched_devices, launched_transport
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.telling import STACK_SIGNAL, tell
 from meshloom.launch.transport import agreed_transports

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meshloom.errors import CheckpointError
+from meshloom.job import Job
 from meshloom.state.layout import META, MODEL, VERSION, Piece, checkpoint_directories, committed, fingerprint_of, piece_name, read_meta
 from meshloom.state.saving import save
 
-__all__ = ["Checkpoint", "Piece", "find", "fingerprint_of", "save"]
+__all__ = ["Checkpoint", "Piece", "check_same_data", "find", "fingerprint_of", "save"]
 
 
 def find(directory: Path) -> Path:
@@ -81,6 +82,17 @@ class Checkpoint:
             if name not in fingerprint:
                 raise CheckpointError(f"{self.path} is of another model: its parameter {name} ({there}) is not in this job.")
 
+    def check_data(self, job: Job) -> None:
+        """Raise `CheckpointError` if `job` draws its batches otherwise than the one that was saved."""
+        check_same_data(self.values, {"seed": job.seed, "batch_size": job.batch_size}, "the job")
+
+    def check_steps_left(self, steps: int) -> None:
+        """Raise `CheckpointError` if a run of `steps` steps ends here or before."""
+        if self.step >= steps:
+            raise CheckpointError(
+                f"The checkpoint is at step {self.step} and the run has {steps} step{'s' * (steps != 1)}, so nothing is left. Give more with --steps."
+            )
+
     def keys(self) -> list[str]:
         """What `read` can read."""
         return list(self._pieces)
@@ -115,6 +127,16 @@ class Checkpoint:
         if file not in self._files:
             self._files[file] = safe_open(self.path / file, framework="pt")
         return self._files[file]
+
+
+def check_same_data(there: Mapping[str, Any], here: Mapping[str, Any], whose: str) -> None:
+    """Raise `CheckpointError` naming the first setting of `here` that is another one in `there`, a checkpoint's values. whose: the settings are."""
+    for name, value in here.items():
+        if there[name] != value:
+            raise CheckpointError(
+                f"The checkpoint was written with {name}={there[name]} and {whose} has {name}={value}: the data would not go on where it stopped. "
+                f"Set {name}={there[name]}, or start a new run."
+            )
 
 
 def _problem(path: Path, checksums: bool) -> str | None:

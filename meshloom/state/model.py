@@ -30,6 +30,14 @@ def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn
     return model
 
 
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The named parameters that are trained. Raises `JobError` if there are none."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise JobError("The model has no trainable parameters: every parameter has requires_grad=False, or there are none.")
+    return named
+
+
 def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
     """What must be equal on all ranks before anything is exchanged."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

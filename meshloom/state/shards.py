@@ -72,6 +72,14 @@ class Shards:
         """Shape of the whole tensor of which `part` is this rank's."""
         return self.pieces[name].shape if name in self.pieces else tuple(part.shape)
 
+    def fingerprint(self, model: nn.Module) -> dict[str, str]:
+        """Whole shape and dtype, as text, of everything that a checkpoint of `model` holds, by the names of `state_dict`."""
+        return {
+            name: f"{list(self.whole_shape(name, tensor))} {tensor.dtype}"
+            for name, tensor in model.state_dict().items()
+            if isinstance(tensor, Tensor)
+        }
+
     def speaks_for(self, name: str) -> Tensor | bool:
         """Which elements of its part this rank counts, so that each element of the whole is counted by one rank: the first that holds it.
 

@@ -43,7 +43,7 @@ static inline bfloat16 to_bfloat16(float value) { /* to nearest, ties to even */
 }
 
 #ifdef __FLT16_MAX__
-typedef _Float16 float16;
+__extension__ typedef _Float16 float16;
 static inline float from_float16(float16 x) { return (float)x; }
 static inline float16 to_float16(float value) { return (float16)value; }
 #else

@@ -1,0 +1,191 @@
+/* What the engine's files share: the memory that all ranks map, what a rank keeps to itself, and who does what.
+ *
+ *     engine.c       a group: opened, asked, closed      collectives.c  what becomes of a piece that all ranks have started
+ *     pieces.c       a call, handed in piece by piece    messages.c     from one rank to another
+ *     arena.c        where payloads lie                  waiting.c      how a rank waits, and is woken
+ *     reduce.c       sums
+ *
+ * What is declared here is called with the group's lock held, unless it says otherwise.
+ */
+#ifndef MESHLOOM_INTERNAL_H
+#define MESHLOOM_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "engine.h"
+
+enum {
+    LINE = 64,   /* bytes of a cache line */
+    RING = 256,  /* descriptors of a rank that are kept: pieces under way at a time */
+    MAIL = 64,   /* messages of a pair of ranks under way at a time */
+    CLAIMS = 64, /* words of the bitmap of chunks of a piece; with 64 bits each */
+};
+
+/* ------------------------------------------------------------------ what all ranks map */
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint64_t started;  /* pieces whose descriptors are there */
+    _Alignas(LINE) _Atomic uint64_t finished; /* pieces that this rank has left for good */
+    _Alignas(LINE) _Atomic uint32_t bell;     /* a futex */
+    _Atomic uint32_t sleeping;
+    _Alignas(LINE) ml_descriptor ring[RING];
+} seat;
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint64_t next; /* chunk to be claimed */
+    _Atomic uint64_t done;
+} claim;
+
+typedef struct {
+    _Atomic uint32_t full; /* set by the sender, cleared by the receiver */
+    int64_t tag;
+    uint64_t offset;
+    uint64_t first, length; /* this piece: elements */
+    uint64_t count;         /* elements of the message */
+    uint8_t dtype, ndim, reserved[6];
+    int64_t shape[ML_DIMS];
+} letter;
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint64_t posted;
+    _Alignas(LINE) letter letters[MAIL];
+} mailbox;
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint32_t aborted; /* 1 + the rank that has left */
+    _Alignas(LINE) claim claims[RING];
+    seat seats[]; /* then the mailboxes: from rank s to rank d at s * size + d */
+} control_area;
+
+/* ------------------------------------------------------------------ what a rank keeps to itself */
+
+typedef struct {
+    uint64_t offset, length; /* of the arena */
+    uint64_t number;         /* of the piece that lies there; UINT64_MAX: a message */
+} block;
+
+/* A call, shared by its pieces. */
+typedef struct {
+    ml_call call;
+    int64_t *sizes; /* of all_to_all: to each rank, then from each */
+    void **outs;
+    const void **ins;
+    uint32_t window;        /* in which its payload lies for good: w + 1; 0: none, it goes through the arena */
+    uint64_t window_offset; /* of the payload's start */
+    int pieces;             /* that are not over */
+} operation;
+
+typedef struct {
+    operation *operation;
+    uint64_t first, length;
+    uint64_t bytes; /* of payload in the arena */
+    bool own_chunks_known;
+    uint64_t own_chunks[CLAIMS]; /* which chunks this rank has computed, and written to its own output already */
+} piece;
+
+typedef struct {
+    int64_t id;
+    bool sends, over, failed;
+    int peer, found; /* asked for, and whom it came from */
+    int64_t tag;
+    ml_call call;
+    uint64_t next; /* element that is still to be posted or to be taken */
+    bool began;
+} message;
+
+struct ml_group {
+    int rank, size;
+    ml_settings settings;
+    control_area *control;
+    mailbox *mail;
+    uint8_t **arenas;
+    uint64_t capacity, backed;
+    int arena_file;
+    pthread_mutex_t lock;
+    struct ml_group *next; /* of this process */
+
+    piece *queue; /* a ring of `room` pieces: those numbered executed .. planned - 1 */
+    uint64_t room;
+    uint64_t planned, published, claimed, executed;
+    uint64_t eager; /* bytes of published pieces that are not over */
+    uint64_t drain[RING]; /* 1 + number of a piece whose payload lies in a window of this rank */
+
+    block *blocks; /* sorted by offset */
+    size_t num_blocks, room_blocks;
+
+    struct {
+        uint8_t **bases;
+        uint64_t num_bytes;
+    } *windows;
+    int num_windows;
+
+    message **messages; /* in the order in which they were started */
+    size_t num_messages, room_messages;
+    int64_t next_id;
+    uint64_t letters_posted;
+    uint64_t message_bytes;
+    uint64_t *letter_blocks; /* [size][MAIL] 1 + offset in the arena of what was posted and may lie there */
+    uint64_t *head;          /* [size] first letter from there that was not taken */
+    uint64_t *taken;         /* [size] a bit per letter from head on */
+
+    int mismatch;
+    uint64_t mismatch_number;
+    uint64_t missing_bytes;
+    enum ml_status failure;
+};
+
+static inline uint64_t rounded(uint64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+static inline seat *seat_of(const ml_group *group, int rank) { return &group->control->seats[rank]; }
+
+static inline mailbox *mail_between(const ml_group *group, int source, int destination) { return &group->mail[source * group->size + destination]; }
+
+static inline const ml_descriptor *descriptor_of(const ml_group *group, int rank, uint64_t number) { return &seat_of(group, rank)->ring[number % RING]; }
+
+/* Whether a rank hands in one block, rather than one for each rank. */
+static inline bool has_one_place(int kind) {
+    return kind == ML_ALL_REDUCE || kind == ML_REDUCE || kind == ML_BROADCAST || kind == ML_ALL_GATHER || kind == ML_GATHER;
+}
+
+static inline int64_t total(const int64_t *sizes, int size) {
+    int64_t sum = 0;
+    for (int rank = 0; rank < size; rank++) sum += sizes[rank];
+    return sum;
+}
+
+/* ------------------------------------------------------------------ waiting.c */
+
+/* Groups of this process are known to each other: one that waits lets the others go on. Without a lock. */
+void join_groups(ml_group *group);
+void leave_groups(ml_group *group);
+
+/* After something was published: whoever sleeps looks again. Without a lock. */
+void ring_all(ml_group *group);
+void ring_one(ml_group *group, int rank);
+
+/* ------------------------------------------------------------------ arena.c */
+
+uint64_t all_finished(const ml_group *group); /* pieces that all ranks have left for good */
+void sweep(ml_group *group);                  /* let go of what all ranks have taken */
+void sweep_letters(ml_group *group);          /* and of messages that have been taken */
+/* The lowest gap that is large enough: what was used last is still in the caches. Returns false if there is none. */
+bool allocate(ml_group *group, uint64_t length, uint64_t number, uint64_t *offset);
+
+/* ------------------------------------------------------------------ pieces.c */
+
+const uint8_t *input_of(const operation *operation, int rank); /* what is for `rank` */
+bool publish(ml_group *group);                                  /* the next piece, if there is room for it */
+void let_go(operation *operation);                              /* one piece less needs it */
+
+/* ------------------------------------------------------------------ collectives.c */
+
+bool advance(ml_group *group); /* do what can be done; returns whether something was */
+
+/* ------------------------------------------------------------------ messages.c */
+
+bool advance_messages(ml_group *group); /* likewise */
+message *message_of(ml_group *group, int64_t id);
+
+#endif

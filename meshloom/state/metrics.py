@@ -1,0 +1,30 @@
+"""Means of metrics over the chunks of an evaluation, as sums that add up over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from meshloom.job import LossFunction
+from meshloom.loss import as_sum
+from meshloom.state.chunks import Chunk
+
+
+class MetricSums:
+    """sums: each metric's values and their weights; float64 [metrics, 2]."""
+
+    def __init__(self, metrics: Mapping[str, LossFunction], device: torch.device) -> None:
+        self.sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device=device)
+        self._rows = dict(zip(metrics, self.sums, strict=True))
+
+    def add(self, name: str, chunk: Chunk, returned: Any) -> None:
+        """What a metric returned for a chunk."""
+        value, weight = as_sum(returned, chunk.samples, needs_gradient=False)
+        self._rows[name] += torch.stack([value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)])
+
+    def means(self) -> dict[str, float]:
+        """By name; nan where there is no weight."""
+        return {name: total / weight if weight else math.nan for name, (total, weight) in zip(self._rows, self.sums.tolist(), strict=True)}
