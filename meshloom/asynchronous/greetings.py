@@ -72,7 +72,6 @@ class Description:
     plan: str
     facts: Mapping[str, Any]
     ports: list[int]
-    timeout_seconds: float
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -82,12 +81,7 @@ class Description:
         """Raises `EndpointError` for a text that is none."""
         try:
             values = json.loads(text)
-            return Description(
-                plan=str(values["plan"]),
-                facts=dict(values["facts"]),
-                ports=[int(port) for port in values["ports"]],
-                timeout_seconds=float(values["timeout_seconds"]),
-            )
+            return Description(plan=str(values["plan"]), facts=dict(values["facts"]), ports=[int(port) for port in values["ports"]])
         except (ValueError, TypeError, KeyError):
             raise EndpointError(
                 "The server describes its run in a way that this version of meshloom does not know. Use the same version everywhere."

@@ -14,11 +14,16 @@ from meshloom.job import Job
 from meshloom.plan import Plan
 
 DEFAULT_SNAPSHOT_EVERY = 100
+DEFAULT_LISTEN = "127.0.0.1:0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run goes beside its job and plan. steps: updates of the whole run. snapshot_every: updates between snapshots to which servers can go back."""
+    """How a run goes beside its job and plan.
+
+    steps: updates of the whole run. snapshot_every: updates between snapshots to which servers can go back. circumstances: of a virtual clock.
+    listen: of processes, HOST:PORT of server 0. timeout_seconds: how long they wait for a worker, or for a server, before they give up.
+    """
 
     steps: int
     out: Path | None = None
@@ -26,6 +31,8 @@ class Settings:
     dtype: torch.dtype | None = None
     snapshot_every: int = DEFAULT_SNAPSHOT_EVERY
     circumstances: Circumstances = field(default_factory=Circumstances)
+    listen: str = DEFAULT_LISTEN
+    timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if self.snapshot_every < 1:
