@@ -14,6 +14,7 @@ from meshloom.job import Job
 from meshloom.launch.elastic import WORKER_KEY
 from meshloom.launch.role import Role
 from meshloom.launch.signals import noted_signals
+from meshloom.launch.telling import tell
 from meshloom.plan import Plan
 
 
@@ -21,7 +22,7 @@ def play(role: Role, job: Job, plan: Plan, settings: Settings) -> None:
     """Be what the launcher has started this process as, until the run is over or the launcher says so."""
     with noted_signals() as signals:
         if role.kind == "server":
-            ServerProcess(role, job, plan, settings, signals).run()
+            ServerProcess(role, job, plan, settings, signals, tell).run()
         else:
             _work(job, plan, role.addresses[0], role.path / WORKER_KEY, math.inf, signals)  # the launcher ends it when servers stay away
 
@@ -43,4 +44,4 @@ def _work(job: Job, plan: Plan | None, address: str, key: Path, timeout_seconds:
     there = Plan.parse(description.plan)
     if plan is not None and plan != there:
         raise PlanError(f"The run at {address} has the plan {there}, and the command line says --plan {plan}. Leave it out when joining.")
-    WorkerProcess(job, there, description, address, worker_key, timeout_seconds, signals).run()
+    WorkerProcess(job, there, description, address, worker_key, timeout_seconds, signals, tell).run()

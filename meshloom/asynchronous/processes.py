@@ -183,6 +183,8 @@ class ProcessRun:
         )
 
     def _worker(self, worker: int, what: str) -> None:
+        if not self._account.num_updates:
+            self._account.began = time.monotonic()  # until now, processes were starting
         (self._present.add if what == "joined" else self._present.discard)(worker)
         if self._finished or (what == "joined" and worker < self._plan.dp):
             return

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any
@@ -41,7 +41,6 @@ from meshloom.exchange.elastic.store import Storage, Store
 from meshloom.job import Job
 from meshloom.launch.elastic import HEAD_KEYS, SERVER_KEY
 from meshloom.launch.role import Role
-from meshloom.launch.telling import tell
 from meshloom.launch.world import peak_memory_bytes
 from meshloom.plan import Plan
 
@@ -51,10 +50,12 @@ _HEAD_PATIENCE = Patience(queue_messages=1000)
 
 
 class ServerProcess:
-    """stop: signals that ask this process to end."""
+    """stop: signals that ask this process to end. tell: takes what the launcher should know."""
 
-    def __init__(self, role: Role, job: Job, plan: Plan, settings: Settings, stop: Sequence[int]) -> None:
-        self._role, self._job, self._plan, self._settings, self._stop = role, job, plan, settings, stop
+    def __init__(
+        self, role: Role, job: Job, plan: Plan, settings: Settings, stop: Sequence[int], tell: Callable[[Mapping[str, object]], object]
+    ) -> None:
+        self._role, self._job, self._plan, self._settings, self._stop, self._tell = role, job, plan, settings, stop, tell
         self._number = role.number
         shares = Shares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
@@ -103,7 +104,7 @@ class ServerProcess:
                 else:
                     self._inner = stack.enter_context(Connections([role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _HEAD_PATIENCE))
                 self._to_servers = Outbox(self._inner)
-            tell({"event": "serving"})
+            self._tell({"event": "serving"})
             if self._head is not None:
                 self._send(self._head.start())
             while not self._stop:
@@ -191,14 +192,14 @@ class ServerProcess:
         elif self._head is None:
             raise MessageError(f"A {type(message).__name__}, which is for server 0.")
         elif isinstance(message, Tally):
-            tell({"event": "tally", **asdict(message)})
+            self._tell({"event": "tally", **asdict(message)})
         else:
             self._send(self._head.receive(message))
             if isinstance(message, Leave):
                 self._gone(message.worker, "left")
             elif message.worker not in self._present:
                 self._present.add(message.worker)
-                tell({"event": "worker", "worker": message.worker, "what": "joined"})
+                self._tell({"event": "worker", "worker": message.worker, "what": "joined"})
 
     def _lose_worker(self, peer: int) -> None:
         self._to_workers.forget(peer)
@@ -213,7 +214,7 @@ class ServerProcess:
     def _gone(self, worker: int, what: str) -> None:
         if worker in self._present:
             self._present.remove(worker)
-            tell({"event": "worker", "worker": worker, "what": what})
+            self._tell({"event": "worker", "worker": worker, "what": what})
 
     # --- Servers and the head.
 
@@ -270,7 +271,7 @@ class ServerProcess:
         for event in self._head.take_events():
             match event:
                 case Update():
-                    tell(
+                    self._tell(
                         {
                             "event": "update",
                             **asdict(event),
@@ -281,13 +282,13 @@ class ServerProcess:
                 case Snapshot():
                     if self._settings.evaluates(self._job, event.version) or self._settings.saves(self._job, event.version):
                         self._keep_due(event.version)
-                    tell({"event": "snapshot", "version": event.version})
+                    self._tell({"event": "snapshot", "version": event.version})
                 case Restored():
-                    tell({"event": "restored", "version": event.version, "lost": event.lost, "incarnation": event.incarnation})
+                    self._tell({"event": "restored", "version": event.version, "lost": event.lost, "incarnation": event.incarnation})
         if self._head.finished and not self._finished:
             self._finished = True
             ages = {str(age): count for age, count in sorted(self._head.ages.items())}
-            tell({"event": "finished", "ages": ages})
+            self._tell({"event": "finished", "ages": ages})
 
     def _keep_due(self, version: int) -> None:
         """Give all servers' files of a snapshot a second name, under which they stay when the servers let go of it."""
@@ -302,4 +303,4 @@ class ServerProcess:
         counts["late"] = self._head.refused if self._head is not None else 0
         if counts != self._told_bytes:
             self._told_bytes = counts
-            tell({"event": "counts", **counts})
+            self._tell({"event": "counts", **counts})

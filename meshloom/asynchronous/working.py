@@ -6,7 +6,7 @@ asked --Terms--> checked --Welcome of every server--> joined: the state machine 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -22,7 +22,6 @@ from meshloom.errors import MessageError, PeerLostError
 from meshloom.exchange.elastic.messages import Sent
 from meshloom.exchange.elastic.worker import Worker
 from meshloom.job import Job
-from meshloom.launch.telling import tell
 from meshloom.plan import Plan
 
 _LOOK_SECONDS = 0.1  # between looks at signals
@@ -52,11 +51,21 @@ class WorkerProcess:
     """address: of server 0, at which it was asked. timeout_seconds: how long servers may be away.
 
     stop: signals that ask this process to end: with the first it goes when its share is pushed, with a second at once.
+    tell: takes what a launcher should know.
     """
 
     def __init__(
-        self, job: Job, plan: Plan, description: Description, address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int]
+        self,
+        job: Job,
+        plan: Plan,
+        description: Description,
+        address: str,
+        key: WorkerKey,
+        timeout_seconds: float,
+        stop: Sequence[int],
+        tell: Callable[[Mapping[str, object]], object],
     ) -> None:
+        self._tell = tell
         self._shares = Shares(job, plan)
         self._replica = WorkerReplica(job, plan, torch.device("cpu"), None)
         facts = facts_of(job, plan, self._replica.model, self._shares.num_samples)
@@ -71,6 +80,7 @@ class WorkerProcess:
         self._welcome: set[int] = set()  # servers that have let this worker in
         self._worker: Worker | None = None
         self._number: int | None = None
+        self._leaving = False
         self._joined_at = 0.0
         self._computing = self._reading = 0.0
 
@@ -88,8 +98,10 @@ class WorkerProcess:
 
     def _follow(self, connections: Connections) -> None:
         apart = time.monotonic()  # since when not all servers are there
-        leaving = False
         while not (self._worker and self._worker.ended):
+            if self._stop and (self._worker is None or len(self._stop) > 1):
+                return
+            self._leave_if_told()
             busy = self._worker is not None and self._worker.task is not None
             for event in connections.poll(0.0 if busy else 0.005 if self._outbox.waits else _LOOK_SECONDS):
                 match event:
@@ -107,13 +119,6 @@ class WorkerProcess:
             elif time.monotonic() > apart + self._timeout_seconds:
                 away = next(address for server, address in enumerate(self._addresses) if server not in self._welcome)
                 raise PeerLostError(f"The server at {away} has not been there for {self._timeout_seconds:g} s, so this worker ends.")
-            if self._stop and not leaving:
-                leaving = True
-                if self._worker is None:
-                    return
-                self._say(self._worker.leave())
-            if len(self._stop) > 1:
-                return
             self._compute()
         if self._number is not None:
             seconds = time.monotonic() - self._joined_at
@@ -159,8 +164,8 @@ class WorkerProcess:
             self._number = number
             self._worker = Worker(number, len(self._addresses))
             self._joined_at = time.monotonic()
-            tell({"event": "number", "worker": number})
-            tell({"event": "joined"})
+            self._tell({"event": "number", "worker": number})
+            self._tell({"event": "joined"})
             for other in self._peers:
                 if other != server:
                     self._greet(other)
@@ -179,7 +184,13 @@ class WorkerProcess:
         computed = self._replica.compute(worker.number, chunks)
         self._reading += read - began
         self._computing += time.monotonic() - read
+        self._leave_if_told()
         self._say(worker.computed(computed))
+
+    def _leave_if_told(self) -> None:
+        if self._stop and not self._leaving and self._worker is not None:
+            self._leaving = True
+            self._say(self._worker.leave())
 
     def _say(self, sent: Sent) -> None:
         for address, message in sent:
