@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from meshloom.asynchronous.options import add_asynchronous, check_asynchronous, circumstances_of, settings_of
-from meshloom.asynchronous.playing import join, play
+from meshloom.asynchronous.playing import join
 from meshloom.asynchronous.processes import ProcessRun
 from meshloom.cluster import Link, load, machine_file, save
 from meshloom.errors import JobError, PlanError
@@ -30,7 +30,6 @@ from meshloom.launch import (
     cores,
     default_ranks,
     is_rank,
-    launched_role,
     leave,
     open_world,
     report_failure,
@@ -63,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 the run failed, 2 the request was wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words)
-    arguments.words = words
-    if is_rank() or launched_role() is not None:
+    if is_rank():
         try:
             return _run_here(arguments)
         except SystemExit:  # the user's own
@@ -181,10 +179,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
-    role, plan = launched_role(), _plan(arguments)
-    if role is not None:
-        play(role, job, plan, settings_of(arguments, job))
-        return 0
+    plan = _plan(arguments)
     if arguments.join is not None:
         join(job, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
         return 0
@@ -229,7 +224,7 @@ def _train_on_processes(
 ) -> int:
     """The launcher's part: servers and workers are processes that it starts."""
     settings = settings_of(arguments, job)
-    run = ProcessRun(job, plan, settings, listener, [sys.executable, "-m", "meshloom", *arguments.words])
+    run = ProcessRun(job, plan, settings, listener, arguments.target)
     listener.started(f"plan {plan} on {why}")
     parameters = sum(each.numel() for each in run.model.parameters())
     _announce_start(job, plan, run.model, parameters, settings.steps, run.next_step, terminal)

@@ -105,7 +105,7 @@ class World:
         own = [sockets[number], *([sockets[-1]] if number == 0 and self.plan.servers > 1 else [])]
         listening = tuple(os.dup(each.fileno()) for each in own)  # ZeroMQ closes them
         role = Role(
-            kind="server", number=number, start=1, directory=str(self.directory), addresses=self.addresses,
+            kind="server", target="", plan=str(self.plan), settings="", number=number, start=1, directory=str(self.directory), addresses=self.addresses,
             head=f"127.0.0.1:{sockets[-1].getsockname()[1]}", listening=listening,
         )  # fmt: skip
 

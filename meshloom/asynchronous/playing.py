@@ -11,6 +11,7 @@ from meshloom.asynchronous.working import WorkerProcess, ask
 from meshloom.comm.keys import read_worker_key
 from meshloom.errors import PlanError
 from meshloom.job import Job
+from meshloom.jobfile import load_job
 from meshloom.launch.elastic import WORKER_KEY
 from meshloom.launch.role import Role
 from meshloom.launch.signals import noted_signals
@@ -18,11 +19,13 @@ from meshloom.launch.telling import tell
 from meshloom.plan import Plan
 
 
-def play(role: Role, job: Job, plan: Plan, settings: Settings) -> None:
+def play(role: Role) -> None:
     """Be what the launcher has started this process as, until the run is over or the launcher says so."""
     with noted_signals() as signals:
+        job, plan = load_job(role.target), Plan.parse(role.plan)
+        assert job is not None, "the launcher has loaded it"
         if role.kind == "server":
-            ServerProcess(role, job, plan, settings, signals, tell).run()
+            ServerProcess(role, job, plan, Settings.from_json(role.settings), signals, tell).run()
         else:
             _work(job, plan, role.addresses[0], role.path / WORKER_KEY, math.inf, signals)  # the launcher ends it when servers stay away
 

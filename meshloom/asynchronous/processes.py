@@ -35,7 +35,7 @@ from meshloom.errors import CheckpointError, PlanError, TrainingError
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.elastic.head import Update
 from meshloom.job import Job
-from meshloom.launch.elastic import ElasticProcesses
+from meshloom.launch.elastic import ElasticProcesses, Made
 from meshloom.launch.failure import EndedError
 from meshloom.launch.signals import noted_signals
 from meshloom.plan import Plan
@@ -50,16 +50,16 @@ _SERVERS_GO_SECONDS = 5.0
 class ProcessRun:
     """A job under a plan with exchange=async, on processes of this machine and those that join them.
 
-    command: that starts this program again, as a server or worker. `next_step` is the number of updates that are made, `model` what was looked at last.
+    target: the job's FILE.py:NAME, which every process loads itself. `next_step` is the number of updates that are made, `model` what was looked at last.
     """
 
-    def __init__(self, job: Job, plan: Plan, settings: Settings, listener: Listener, command: Sequence[str]) -> None:
+    def __init__(self, job: Job, plan: Plan, settings: Settings, listener: Listener, target: str) -> None:
         check_plan(plan)
         if settings.circumstances != Circumstances():
             raise PlanError("Speeds, latencies and incidents are of a virtual clock. Use --devices simulated, or leave them out.")
         if plan.dp > 1:
             plan.check_batch(job.batch_size)
-        self._job, self._plan, self._settings, self._listener, self._command = job, plan, settings, listener, command
+        self._job, self._plan, self._settings, self._listener, self._target = job, plan, settings, listener, target
         shares = Shares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
         facts_of(job, plan, replica.model, shares.num_samples)
@@ -89,7 +89,8 @@ class ProcessRun:
         """Train to the last update. Raises `EndedError` when a process fails or a signal comes, `TrainingError` when no worker is left."""
         with noted_signals() as signals, _run_directory(self._settings.out) as directory:
             plan = self._plan
-            with ElasticProcesses(self._command, directory, self._settings.listen, num_servers=plan.servers, num_workers=plan.dp) as processes:
+            made_of = Made(program="meshloom.asynchronous", target=self._target, plan=str(plan), settings=self._settings.to_json())
+            with ElasticProcesses(made_of, directory, self._settings.listen, num_servers=plan.servers, num_workers=plan.dp) as processes:
                 self._listener.note(
                     f"servers at {', '.join(processes.addresses)}; to join: --join {processes.addresses[0]} --key {processes.worker_key}"
                 )

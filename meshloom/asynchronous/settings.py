@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,17 @@ class Settings:
     def __post_init__(self) -> None:
         if self.snapshot_every < 1:
             raise PlanError(f"snapshot_every={self.snapshot_every} must be 1 or more updates.")
+
+    def to_json(self) -> str:
+        """What servers and workers of a run on processes are told of it."""
+        paths = {name: str(value.absolute()) if value is not None else None for name, value in (("out", self.out), ("resume", self.resume))}
+        return json.dumps({"steps": self.steps, "snapshot_every": self.snapshot_every, "timeout_seconds": self.timeout_seconds, **paths})
+
+    @staticmethod
+    def from_json(text: str) -> Settings:
+        """The inverse of `to_json`."""
+        values = json.loads(text)
+        return Settings(**{**values, **{name: Path(values[name]) if values[name] is not None else None for name in ("out", "resume")}})
 
     def evaluates(self, job: Job, version: int) -> bool:
         """Whether the snapshot after update `version` is evaluated."""

@@ -13,13 +13,15 @@ from __future__ import annotations
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from meshloom.comm.keys import make_keys, write_key
 from meshloom.comm.sockets import locate
@@ -35,14 +37,25 @@ WORKER_KEY, SERVER_KEY, HEAD_KEYS = "worker.key", "server.key", ("head-server.ke
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What processes run, and what they are told: the module `program`, and the job's file, the plan and the settings as text."""
+
+    program: str
+    target: str
+    plan: str
+    settings: str
+
+
 class ElasticProcesses:
     """A context manager. directory: of this run alone. listen: HOST:PORT of server 0; server k has the k-th port after it, if that is not 0.
 
     Raises `EndpointError` for an address that cannot be listened at.
     """
 
-    def __init__(self, command: Sequence[str], directory: Path, listen: str, *, num_servers: int, num_workers: int) -> None:
-        self._command, self._directory, self._num_workers = command, directory, num_workers
+    def __init__(self, made_of: Made, directory: Path, listen: str, *, num_servers: int, num_workers: int) -> None:
+        self._made_of, self._directory, self._num_workers = made_of, directory, num_workers
+        self._command = [sys.executable, "-m", made_of.program, str(directory)]
         self._stack = ExitStack()
         self._selector = selectors.DefaultSelector()
         self._guard = self._stack.enter_context(Guard())
@@ -67,8 +80,7 @@ class ElasticProcesses:
         for number in range(len(self._listening)):
             self._start_server(number)
         for number in range(self._num_workers):
-            role = Role(kind="worker", number=number, start=1, directory=str(self._directory), addresses=self._reached(), head="")
-            self._workers.append(self._start("a worker", "[worker]", role, ()))
+            self._workers.append(self._start("a worker", "[worker]", self._role("worker", number, 1, self._reached(), ""), ()))
 
     @property
     def worker_key(self) -> Path:
@@ -138,11 +150,15 @@ class ElasticProcesses:
         sockets = [self._listening[number], *([self._head] if self._head is not None and number == 0 else [])]
         descriptors = tuple(each.fileno() for each in sockets)
         head = f"{self._host()}:{self._head.getsockname()[1]}" if self._head is not None else ""
-        role = Role(
-            kind="server", number=number, start=self._starts[number], directory=str(self._directory), addresses=self.addresses, head=head,
-            listening=descriptors,
-        )  # fmt: skip
+        role = replace(self._role("server", number, self._starts[number], self.addresses, head), listening=descriptors)
         self._servers[number] = self._start(f"server {number}", f"[server {number}]", role, descriptors)
+
+    def _role(self, kind: Literal["server", "worker"], number: int, start: int, addresses: tuple[str, ...], head: str) -> Role:
+        made_of = self._made_of
+        return Role(
+            kind=kind, target=made_of.target, plan=made_of.plan, settings=made_of.settings, number=number, start=start,
+            directory=str(self._directory), addresses=addresses, head=head,
+        )  # fmt: skip
 
     def _start(self, name: str, prefix: str, role: Role, passed: Sequence[int]) -> RankProcess:
         process = RankProcess(name, prefix, self._command, role_environment(role, self._num_workers), passed)

@@ -12,6 +12,7 @@ from typing import Literal
 class Role:
     """What the launcher tells a process that it starts.
 
+    target, plan, settings: the job's FILE.py:NAME, the plan's text, and the run's settings as JSON.
     number: of a server, from 0; of a worker, how many were started before it (the number that it gets from server 0 may be another).
     start: how many times that server has been started, from 1. directory: of the run; keys and snapshots are there.
     addresses: HOST:PORT of all servers, for workers. head: likewise of server 0, for the other servers.
@@ -19,6 +20,9 @@ class Role:
     """
 
     kind: Literal["server", "worker"]
+    target: str
+    plan: str
+    settings: str
     number: int
     start: int
     directory: str
