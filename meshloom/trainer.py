@@ -13,7 +13,8 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from meshloom.asynchronous.run import AsynchronousRun, Settings
+from meshloom.asynchronous.run import AsynchronousRun
+from meshloom.asynchronous.settings import DEFAULT_SNAPSHOT_EVERY, Settings
 from meshloom.comm.activity import Phase
 from meshloom.comm.record import Count
 from meshloom.comm.turns import Steps, advance_one, run_in_steps
@@ -81,7 +82,7 @@ class Trainer:
     share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that talk through shared memory. Only the
         optimizer may change parameters then: what a loop of one's own does to them in place would be done by each replica to the one copy, and
         is an error where it is seen. `meshloom train` shares.
-    circumstances, snapshot_every: with exchange=async, what happens on the virtual clock, and updates between the servers' snapshots. Such a run
+    circumstances, snapshot_every: with exchange=async, what happens on the virtual clock, and updates between the servers' snapshots (100). Such a run
         has no loop of one's own: `fit()` goes through it, and `asynchronous` has its model and its ages.
     """
 
@@ -100,7 +101,7 @@ class Trainer:
         share: bool = False,
         listener: Listener | None = None,
         circumstances: Circumstances | None = None,
-        snapshot_every: int = 100,
+        snapshot_every: int | None = None,
     ) -> None:
         if not isinstance(job, Job):
             raise JobError(f"Trainer takes a Job, not a {type(job).__name__}.")
@@ -117,6 +118,8 @@ class Trainer:
         self.asynchronous: AsynchronousRun | None = None
         if circumstances is not None and self.plan.exchange != "async":
             raise PlanError(f"circumstances are of a virtual clock, which only exchange=async has, and the plan is {self.plan}. Leave them out.")
+        if snapshot_every is not None and self.plan.exchange != "async":
+            raise PlanError(f"snapshot_every={snapshot_every} is for the servers of exchange=async, and the plan is {self.plan}. Leave it out.")
         self._stack = ExitStack()
         self._readers: list[Reader] = []
         self._evaluation_data: Any = None
@@ -129,7 +132,7 @@ class Trainer:
             if self.plan.exchange == "async":
                 settings = Settings(
                     steps=self.steps, out=self.out, resume=Path(resume) if resume is not None else None, dtype=dtype,
-                    snapshot_every=snapshot_every, circumstances=circumstances or Circumstances(),
+                    snapshot_every=snapshot_every if snapshot_every is not None else DEFAULT_SNAPSHOT_EVERY, circumstances=circumstances or Circumstances(),
                 )  # fmt: skip
                 self.asynchronous = AsynchronousRun(job, self.plan, self.world, settings, self.listener)
                 building.callback(self.asynchronous.close)

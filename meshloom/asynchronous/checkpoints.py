@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ from torch import nn
 
 from meshloom.asynchronous.parameters import Content
 from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.shares import Shares
 from meshloom.asynchronous.team import TeamReplica
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
+from meshloom.exchange.elastic.head import first_state
 from meshloom.exchange.elastic.ledger import Ledger
+from meshloom.exchange.elastic.messages import Kind
 from meshloom.job import Job
 from meshloom.plan import Plan
-from meshloom.state.checkpoint import Checkpoint, check_same_data, save
+from meshloom.state.checkpoint import Checkpoint, check_same_data, find, save
 from meshloom.state.shards import Shards
 
 
@@ -41,6 +45,29 @@ def write_snapshot(directory: Path, version: int, contents: Sequence[Content], s
         keep=job.keep_checkpoints,
     )
     return run_in_steps([steps])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins: after update `version`, with the head's `state`. checkpoint: with the parameters; None: the job's own."""
+
+    version: int
+    state: Any
+    checkpoint: Checkpoint | None
+
+    @staticmethod
+    def find(settings: Settings, job: Job, plan: Plan, shares: Shares, model: nn.Module) -> Start:
+        """At the checkpoint that the settings name, or at the beginning. Raises `CheckpointError` for one that this run cannot go on from."""
+        if settings.resume is None:
+            return Start(version=0, state=first_state(), checkpoint=None)
+        checkpoint = Checkpoint.open(find(settings.resume))
+        checkpoint.check_steps_left(settings.steps)
+        return Start(version=checkpoint.step, state=read_state(checkpoint, job, plan, shares, model), checkpoint=checkpoint)
+
+    def snapshot(self, replica: WorkerReplica | TeamReplica, server: int) -> tuple[Kind, Content | None]:
+        """What server `server` has then."""
+        kind = Kind(incarnation=0, state=self.state)
+        return kind, read_content(self.checkpoint, replica, server) if self.checkpoint else None
 
 
 def read_content(checkpoint: Checkpoint, replica: WorkerReplica | TeamReplica, server: int) -> Content:

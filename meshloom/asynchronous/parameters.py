@@ -39,6 +39,19 @@ class Content:
     settings: Any
     pieces: Sequence[Piece] = ()
 
+    @staticmethod
+    def of_pieces(*, values: Sequence[Tensor], buffers: Mapping[str, Tensor], settings: Any, pieces: Sequence[Piece]) -> Content:
+        """A content whose optimizer state is read from the pieces that it is saved as, one of each key."""
+        kept = {each.key: each for each in pieces}
+        return Content(
+            values=values,
+            buffers=buffers,
+            read=lambda key, start, stop: kept[key].tensor[start - kept[key].start : stop - kept[key].start],
+            shapes={key: each.shape for key, each in kept.items()},
+            settings=settings,
+            pieces=pieces,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Ownership:
@@ -93,15 +106,8 @@ class Parameters:
         """Copies of everything."""
         values, buffers = self.values()
         pieces, settings = run_in_steps([self._updater.state(self._alone, by_itself=True)])[0]
-        kept = {each.key: replace(each, tensor=each.tensor.clone()) for each in pieces}
-        return Content(
-            values=values,
-            buffers=buffers or {},
-            read=lambda key, start, stop: kept[key].tensor[start - kept[key].start : stop - kept[key].start],
-            shapes={key: each.shape for key, each in kept.items()},
-            settings=settings,
-            pieces=list(kept.values()),
-        )
+        kept = [replace(each, tensor=each.tensor.clone()) for each in pieces]
+        return Content.of_pieces(values=values, buffers=buffers or {}, settings=settings, pieces=kept)
 
     def learning_rates(self) -> list[float]:
         """Of every group of every optimizer that has one."""

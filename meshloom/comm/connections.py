@@ -47,6 +47,11 @@ class Connections:
         return {line.peer: line.address for line in self._lines if line.peer is not None}
 
     @property
+    def sockets(self) -> list[zmq.Socket[Any]]:
+        """Those of now, for a poller that waits for other things too."""
+        return [each for line in self._lines for each in line.sockets]
+
+    @property
     def num_refused(self) -> int:
         """Malformed messages so far, of servers that do have the job's key."""
         return sum(line.num_refused for line in self._lines)
@@ -76,7 +81,7 @@ class Connections:
             if now >= deadline:
                 return []
             poller = zmq.Poller()
-            for each in (each for line in self._lines for each in line.sockets):
+            for each in self.sockets:
                 poller.register(each, zmq.POLLIN)
             until = min(deadline, *(line.look_again for line in self._lines))
             poller.poll(max(1, int((until - now) * 1000)))

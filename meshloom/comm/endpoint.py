@@ -61,9 +61,12 @@ class _Peer:
 
 
 class Endpoint:
-    """Listens at exactly the address given (HOST:PORT; port 0 lets the kernel choose) from its making until `close`. Raises `EndpointError`."""
+    """Listens at exactly the address given (HOST:PORT; port 0 lets the kernel choose) from its making until `close`. Raises `EndpointError`.
 
-    def __init__(self, address: str, key: ServerKey, limits: Limits, patience: Patience | None = None) -> None:
+    listening: the descriptor of a socket that listens at that address already, which a server that is started again finds as it was.
+    """
+
+    def __init__(self, address: str, key: ServerKey, limits: Limits, patience: Patience | None = None, listening: int | None = None) -> None:
         host, port, six = locate(address)
         self.limits = limits
         self.refused = Refused()
@@ -88,9 +91,12 @@ class Endpoint:
         self._router.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
         self._router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
         self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        if listening is not None:
+            self._router.setsockopt(zmq.USE_FD, listening)
         self._watch = Watch(self._context, self._router)
+        self.sockets = [self._keys_shown, self._router, self._watch.socket]  # for a poller that waits for other things too
         self._poller = zmq.Poller()
-        for each in (self._keys_shown, self._router, self._watch.socket):
+        for each in self.sockets:
             self._poller.register(each, zmq.POLLIN)
         try:
             self._router.bind(f"tcp://{host}:{port}")

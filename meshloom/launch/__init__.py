@@ -18,14 +18,16 @@ The store in which ranks meet is the launcher's, on a port that the kernel picke
     launcher.py      run_ranks: starts, watches, ends          telling.py       a rank's line to its launcher
     rank_process.py  one rank, as the launcher sees it         guard.py         the process that outlives a killed launcher
     hang.py          which rank hangs, if one does               transport.py     what ranks talk through, and why
-    connecting.py    the groups of a rank
+    connecting.py    the groups of a rank                      signals.py       signals that are noted
+
+An asynchronous plan has servers and workers in the place of ranks: elastic.py starts them, and servers again; role.py is what each is told.
 """
 
 from __future__ import annotations
 
 from meshloom.comm.cores import cores
-from meshloom.launch.devices import DEVICES, Kind, choose_devices, default_ranks
-from meshloom.launch.environment import is_rank, launched_plan
+from meshloom.launch.devices import DEVICES, Kind, choose_devices, choose_for_workers, default_ranks
+from meshloom.launch.environment import is_rank, launched_plan, launched_role
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.launcher import run_ranks
 from meshloom.launch.opening import open_world
@@ -37,10 +39,12 @@ __all__ = [
     "LocalRank",
     "World",
     "choose_devices",
+    "choose_for_workers",
     "cores",
     "default_ranks",
     "is_rank",
     "launched_plan",
+    "launched_role",
     "leave",
     "open_world",
     "report_failure",

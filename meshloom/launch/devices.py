@@ -41,6 +41,23 @@ def choose_devices(mesh: Mesh, devices: str = "auto") -> tuple[Kind, str]:
     return "simulated", f"simulated: {ranks} in one process on {counted(num_gpus, 'GPU') if ':' in devices else on_cores} ({reason})"
 
 
+def choose_for_workers(num_servers: int, num_workers: int, devices: str = "auto", virtual: bool = False) -> tuple[Kind, str]:
+    """Where an asynchronous run goes: processes of this machine if there is a core for each worker (servers mostly wait), otherwise simulated.
+
+    virtual: whether something was said of a virtual clock. Raises `DeviceError` when what was asked for cannot be.
+    """
+    check_devices(devices)
+    on_cores = counted(cores(), "core")
+    if devices == "cuda":
+        raise DeviceError("exchange=async trains on CPU processes or simulated devices, not on devices=cuda. Use devices=cpu or devices=simulated.")
+    who = f"{counted(num_servers, 'server')} and {counted(num_workers, 'worker')}"
+    if devices == "cpu" or (devices == "auto" and not virtual and num_workers <= cores()):
+        reason = "asked for" if devices == "cpu" else "a core for each worker"
+        return "cpu", f"cpu: {who} as processes on {on_cores}, {counted(threads_per_rank(num_workers), 'thread')} each ({reason})"
+    reason = "asked for" if devices != "auto" else "on a virtual clock" if virtual else f"{counted(num_workers, 'worker')} are more than {on_cores}"
+    return "simulated", f"simulated: {who} in one process ({reason})"
+
+
 def default_ranks(devices: str = "auto") -> int:
     """How many ranks to use when no plan says it: those that were started, else one for each GPU, else one."""
     check_devices(devices)

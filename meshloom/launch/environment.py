@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshloom.comm.cores import cores
 from meshloom.errors import DeviceError
+from meshloom.launch.role import Role
 
 
 def is_rank() -> bool:
@@ -36,6 +37,12 @@ def launched_devices(devices: str) -> str:
 def launched_transport(transport: str) -> str:
     """What to use for `transport` "auto": what the user, or our launcher for him, has set for all ranks."""
     return os.environ.get("MESHLOOM_TRANSPORT", transport) if transport == "auto" else transport
+
+
+def launched_role() -> Role | None:
+    """What this process is in an asynchronous run; None if no launcher has started it as a server or worker of one."""
+    text = os.environ.get("MESHLOOM_ROLE")
+    return Role.from_json(text) if text else None
 
 
 def report_descriptor() -> int | None:
@@ -148,6 +155,12 @@ def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: s
         "MESHLOOM_TRANSPORT": launched_transport(transport),
     }
     return {**replaceable, **os.environ, **told}
+
+
+def role_environment(role: Role, num_workers: int) -> dict[str, str]:
+    """The whole environment of a server or worker that this process starts."""
+    replaceable = {"OMP_NUM_THREADS": str(threads_per_rank(num_workers)), "PYTHONUNBUFFERED": "1"}
+    return {**replaceable, **os.environ, "MESHLOOM_ROLE": role.to_json()}
 
 
 def with_report(environment: Mapping[str, str], descriptor: int, activity: int) -> dict[str, str]:

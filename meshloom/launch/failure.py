@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,9 @@ def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
     """
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, EndedError):
+        print(error, file=sys.stderr, flush=True)  # noqa: T201
+        return error.exit_code
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     plan = launched_plan()
@@ -66,6 +69,14 @@ def _who(mesh: Mesh | None) -> str:
     return rank_name(seat.rank, mesh) if seat and seat.size > 1 else ""
 
 
+class EndedError(Exception):
+    """The processes of a run have ended. The message is all that the user has to read."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """What ended a process, as it travels from a rank to its launcher.
@@ -83,6 +94,10 @@ class Failure:
     traceback: str
     consequence: bool
     exit_code: int
+
+    def of(self, who: str) -> Failure:
+        """The same, of a process that did not know what it is called."""
+        return replace(self, who=who)
 
     def __str__(self) -> str:
         where = f"{self.kind} on {self.who}" if self.kind and self.who else self.kind or capital(self.who)

@@ -1,23 +1,33 @@
-"""A process that outlives the launcher for long enough to kill the ranks."""
+"""A process that outlives the launcher for long enough to kill the ranks, and to remove what they share."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
-# Reads "+group" and "-group"; when the pipe closes, kills the groups that are left.
+# Reads "+group", "-group" and "/directory"; when the pipe closes, kills the groups that are left, then removes the directories.
 _GUARD = """
-import os, signal, sys
-groups = set()
+import os, shutil, signal, sys, time
+groups, directories = set(), []
 for line in sys.stdin:
-    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    if line[0] == "/":
+        directories.append(line.rstrip("\\n"))
+    else:
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
 for group in groups:
     try:
         os.killpg(group, signal.SIGKILL)
     except OSError:  # it has ended already
         pass
+for directory in directories:
+    for _ in range(50):  # who was killed may be writing for a moment
+        shutil.rmtree(directory, ignore_errors=True)
+        if not os.path.exists(directory):
+            break
+        time.sleep(0.1)
 """
 
 
@@ -40,6 +50,13 @@ class Guard:
         assert self._process.stdin
         with suppress(BrokenPipeError):  # somebody has killed the guard
             self._process.stdin.write(f"{sign}{group}\n".encode())
+            self._process.stdin.flush()
+
+    def removes(self, directory: Path) -> None:
+        """Add a directory to what goes when this process ends."""
+        assert self._process.stdin and directory.is_absolute()
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(f"{directory}\n".encode())
             self._process.stdin.flush()
 
     def __exit__(self, *_: object) -> None:

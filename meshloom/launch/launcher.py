@@ -7,12 +7,9 @@ import selectors
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -20,6 +17,7 @@ from meshloom.launch.environment import rank_environment
 from meshloom.launch.guard import Guard
 from meshloom.launch.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWatch, process_state
 from meshloom.launch.rank_process import RankProcess
+from meshloom.launch.signals import noted_signals
 from meshloom.launch.wording import capital, rank_name
 from meshloom.mesh import Mesh
 
@@ -37,7 +35,7 @@ def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str, hang
     stdout is rank 0's; what the others print goes to stderr, with their rank. The first failure ends all ranks and is printed to
     stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129. No process of the ranks is left, whatever happens.
     """
-    with _noted_signals() as signals:
+    with noted_signals() as signals:
         with Guard() as guard, _Ranks(guard) as ranks:
             hang = HangWatch(mesh, hang_seconds) if hang_seconds else None
             outcome = ranks.start(command, mesh, devices, plan_text, transport, signals) or ranks.watch(signals, hang)
@@ -52,22 +50,6 @@ def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str, hang
 class _Outcome:
     exit_code: int
     text: str = ""
-
-
-@contextmanager
-def _noted_signals() -> Generator[list[int]]:
-    """The signals that asked this process to end, in a list, instead of what they usually do. One that is ignored (nohup) stays so."""
-    received: list[int] = []
-    previous: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, lambda number, _: received.append(number))
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _stopped(signals: list[int]) -> _Outcome | None:
@@ -104,7 +86,7 @@ class _Ranks:
                 return outcome
             try:
                 environment = rank_environment(number, mesh.size, port, devices, plan_text, transport)
-                rank = RankProcess(number, rank_name(number, mesh), command, environment)
+                rank = RankProcess(rank_name(number, mesh), f"[rank {number}]" if number else None, command, environment)
             except OSError as error:
                 return _Outcome(1, f"Rank {number} could not be started: {error}.")
             self._ranks.append(rank)

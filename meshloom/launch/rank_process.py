@@ -1,4 +1,4 @@
-"""One rank process, as the launcher sees it: what it tells, what it prints, how it ended."""
+"""One process of a run, as the launcher sees it: what it tells, what it prints, how it ended."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from meshloom.comm.activity import PAGE_BYTES, Snapshot, new_page, read
 from meshloom.launch.environment import with_report
@@ -26,19 +27,22 @@ class RankProcess:
     """A process that leads a session of its own; whoever makes it closes it.
 
     name: like "rank 1 (dp=1)", for messages.
-    joining, joined: whether it has told so.
+    prefix: of what it prints, which goes to stderr line by line; None: it writes where the launcher does.
+    passed: descriptors that it has too.
+    joining, joined: whether it has told so. told: what else it has told, until somebody takes it.
     failure, failed_at: what ended it, once that is known, and when the launcher noticed.
     exit_code: None until it has ended, which `bury_if_ended` notices.
     """
 
-    def __init__(self, number: int, name: str, command: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, prefix: str | None, command: Sequence[str], environment: Mapping[str, str], passed: Sequence[int] = ()) -> None:
         self.name = name
+        self.prefix = prefix
+        self.told: list[dict[str, Any]] = []
         self.joining = False
         self.joined = False
         self.failure: Failure | None = None
         self.failed_at = 0.0
         self.exit_code: int | None = None
-        self._number = number
         page = _page_file()
         here, there = os.pipe()
         try:
@@ -46,10 +50,10 @@ class RankProcess:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=None if number == 0 else subprocess.PIPE,
-                stderr=None if number == 0 else subprocess.STDOUT,
+                stdout=None if prefix is None else subprocess.PIPE,
+                stderr=None if prefix is None else subprocess.STDOUT,
                 env=with_report(environment, there, page),
-                pass_fds=[there, page],
+                pass_fds=[there, page, *passed],
                 start_new_session=True,
             )
         except BaseException:
@@ -110,7 +114,7 @@ class RankProcess:
             message = f"ended with exit code {self.exit_code}{doing}, and did not say why"
             if self.exit_code < 0:
                 hint = " (the system does that when memory runs out)" if -self.exit_code == signal.SIGKILL else ""
-                message = f"was killed by {_signal_name(-self.exit_code)}{hint}{doing}"
+                message = f"was killed by {signal_name(-self.exit_code)}{hint}{doing}"
             self._note(Failure(who=self.name, kind="", message=f"{message}.", line="", traceback="", consequence=False, exit_code=1))
         return True
 
@@ -136,8 +140,11 @@ class RankProcess:
     def _hear(self, line: bytes) -> None:
         event = json.loads(line)
         kind = event.pop("event")
-        if kind == "failed" and not self.failure:
-            self._note(Failure(**event))
+        if kind == "failed":
+            if not self.failure:
+                self._note(Failure(**event))
+        elif kind not in ("joining", "joined"):
+            self.told.append({"event": kind, **event})
         self.joining = self.joining or kind == "joining"
         self.joined = self.joined or kind == "joined"
 
@@ -146,7 +153,7 @@ class RankProcess:
 
     def _print(self, line: bytes) -> None:
         with suppress(OSError):  # the terminal is gone, or the pipe is closed: the ranks must be ended all the same
-            sys.stderr.write(f"[rank {self._number}] {line.decode(errors='replace')}\n")
+            sys.stderr.write(f"{self.prefix} {line.decode(errors='replace')}\n")
             sys.stderr.flush()
 
     def _print_rest(self) -> None:
@@ -191,7 +198,8 @@ def _page_file() -> int:
     return descriptor
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Like SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

@@ -66,7 +66,7 @@ class World:
         device = self.local[0].device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return peak_memory_bytes()
 
     def close(self) -> None:
         """Part from the other ranks after a run that went well. A second time does nothing."""
@@ -88,3 +88,8 @@ class World:
             self.close()
         else:
             self.abort()
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that this process has had resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -40,6 +40,8 @@ from meshloom.exchange.elastic.messages import (
     Staged,
 )
 
+STARTS = 1 << 20  # incarnations that one start of a head may use: start n begins with n * STARTS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Update:

@@ -5,7 +5,7 @@ What the server holds is `Holdings`, made anew from a snapshot whenever the serv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ class Holdings(Protocol):
 class Storage:
     """What survives a server that is killed. snapshots: by version, of what kind and what is in it. newest: the newest update that was made."""
 
-    snapshots: dict[int, tuple[Kind, Any]]
+    snapshots: MutableMapping[int, tuple[Kind, Any]]
     newest: int = field(default=0)
 
 

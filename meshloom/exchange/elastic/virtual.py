@@ -15,13 +15,11 @@ from typing import Any
 
 from meshloom.errors import TrainingError
 from meshloom.exchange.elastic.circumstances import Circumstances, Incident
-from meshloom.exchange.elastic.head import Event, Head
+from meshloom.exchange.elastic.head import STARTS, Event, Head
 from meshloom.exchange.elastic.messages import HEAD, Address, Sent
 from meshloom.exchange.elastic.store import Store
 from meshloom.exchange.elastic.worker import Computed, Task, Worker
 from meshloom.random import derive
-
-STARTS = 1 << 20  # incarnations that one start of a head may use
 
 
 @dataclass(frozen=True, kw_only=True)

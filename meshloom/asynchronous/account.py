@@ -1,0 +1,88 @@
+"""What an asynchronous run has come to so far: updates, their ages and losses, and what was lost, as progress lines and the lines at the end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from pathlib import Path
+
+from meshloom.exchange.elastic.head import Update
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.report.progress import Progress, Summary
+from meshloom.report.summary import TimeShares, Traffic
+from meshloom.report.terminal import how_many
+
+AGES_SHOWN = 100  # newest updates over which the age that is shown is averaged
+
+
+class Account:
+    """steps: updates of the whole run. `num_updates`: made here, those that were lost later included. `lost`: updates."""
+
+    def __init__(self, job: Job, plan: Plan, steps: int) -> None:
+        self.num_updates = 0
+        self.lost = 0
+        self.bytes: Counter[str] = Counter()  # push and pull, of all workers together
+        self.push_bytes = self.pull_bytes = 0  # of one
+        self._job, self._plan, self._steps = job, plan, steps
+        self._newest_ages: list[int] = []
+        self._losses: list[float] = []
+        self.began = time.monotonic()
+
+    def updated(self, update: Update) -> None:
+        """An update was made."""
+        self.num_updates += 1
+        self._losses[1:] = [update.loss]  # the first and the newest
+        self._losses = self._losses or [update.loss]
+        self._newest_ages = [*self._newest_ages[1 - AGES_SHOWN :], update.age]
+
+    def progress(self, update: Update, *, learning_rates: list[float], memory_bytes: int, virtual_seconds: float | None = None) -> Progress:
+        """How the run stands after the newest update."""
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        samples = self.num_updates * self._job.batch_size / self._plan.dp / seconds
+        return Progress(
+            step=update.version,
+            steps=self._steps,
+            loss=update.loss,
+            gradient_norm=None if math.isnan(update.norm) else update.norm,
+            learning_rates=learning_rates,
+            samples_per_second=samples,
+            tokens_per_second=samples * self._job.tokens_per_sample if self._job.tokens_per_sample else None,
+            seconds_left=seconds / self.num_updates * (self._steps - update.version),
+            memory_bytes=memory_bytes,
+            age=sum(self._newest_ages) / len(self._newest_ages),
+            virtual_seconds=virtual_seconds,
+        )
+
+    def lines(self, seconds: float, clock: str, ages: Counter[int], computing: dict[int, float], refused: int) -> list[str]:
+        """What a reader should know at the end. clock: what the seconds are of. computing: part of its time that each worker computed."""
+        total = max(1, ages.total())
+        mean = sum(age * count for age, count in ages.items()) / total
+        busy = " ".join(f"{worker}: {part:.0%}" for worker, part in sorted(computing.items()))
+        shown = "  ".join(f"{age}: {count / total:.0%}" for age, count in sorted(ages.items()))
+        lines = [
+            f"{clock}: {how_many(self.num_updates, 'update')} in {seconds:.6g} s, {self.num_updates / max(seconds, 1e-9):.3g} updates/s; "
+            f"workers computed for this part of their time: {busy}",
+            f"ages of the parameters behind the updates: mean {mean:.2f}; {shown}",
+        ]
+        if self.lost or refused:
+            lines.append(f"{how_many(self.lost, 'update')} lost with servers; {refused} late pushes refused")
+        return lines
+
+    def summary(
+        self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None, shares: TimeShares, within: tuple[Traffic, Traffic] | None = None
+    ) -> Summary:
+        """Bytes of all workers together; shares of their time. within: inside divided workers, predicted and counted."""
+        predicted = {"push": self.num_updates * self.push_bytes, "pull": self.num_updates * self.pull_bytes}
+        return Summary(
+            steps=self.num_updates,
+            seconds=seconds,
+            first_loss=self._losses[0] if self._losses else math.nan,
+            last_loss=self._losses[-1] if self._losses else math.nan,
+            evaluation=evaluation,
+            predicted=Traffic({"dp": predicted, **(within[0].bytes if within else {})}),
+            counted=Traffic({"dp": dict(self.bytes), **(within[1].bytes if within else {})}),
+            shares=shares,
+            checkpoint=checkpoint,
+        )

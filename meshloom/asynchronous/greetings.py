@@ -1,0 +1,105 @@
+"""What a worker and a server say to each other beside training: who is there, and whether both mean the same job.
+
+    worker  --Ask------------>  server 0      what is this run?
+            <-----------Terms--               plan, settings, parameters, and the ports of all servers
+    worker  --Hello---------->  every server  I have the same terms (digest); my number, once I have one
+            <---------Welcome--               which number it is: the next one, never used before
+    worker  --Tally---------->  server 0      when it goes: where its time went
+
+A worker compares the terms and says what differs; a server compares the digests and lets nobody else in. It joins when all servers have
+welcomed it, so that none of them is told to send parameters to somebody it does not know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from meshloom.errors import EndpointError, JobError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.state.model import facts
+
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Worker -> server 0: what is this run?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Server 0 -> worker: a `Description` as JSON."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """Worker -> server: let me in. digest: of the facts. worker: its number; None: it needs one (of server 0)."""
+
+    worker: int | None
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome:
+    """Server -> worker: you are worker `worker`."""
+
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Worker -> server 0: in the `seconds` that I was there, so many went into computing and into reading data."""
+
+    worker: int
+    seconds: float
+    computing: float
+    reading: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A run, as a worker needs to know it. facts: what must be equal. ports: of all servers, at the host of the first."""
+
+    plan: str
+    facts: Mapping[str, Any]
+    ports: list[int]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Description:
+        """Raises `EndpointError` for a text that is none."""
+        try:
+            values = json.loads(text)
+            return Description(plan=str(values["plan"]), facts=dict(values["facts"]), ports=[int(port) for port in values["ports"]])
+        except (ValueError, TypeError, KeyError):
+            raise EndpointError(
+                "The server describes its run in a way that this version of meshloom does not know. Use the same version everywhere."
+            ) from None
+
+    def check(self, here: Mapping[str, Any]) -> None:
+        """Raises `JobError` naming the first fact that differs."""
+        for name in [*self.facts, *(name for name in here if name not in self.facts)]:
+            there, mine = self.facts.get(name, "not there"), here.get(name, "not there")
+            if there != mine:
+                raise JobError(f"This is not the job of the run: {name} is {there} there and {mine} here. Join with the same file.")
+
+
+def facts_of(job: Job, plan: Plan, model: nn.Module, num_samples: int) -> dict[str, Any]:
+    """What servers and workers must have alike: plan, settings, parameters and buffers, samples. JSON values."""
+    return json.loads(json.dumps({**facts(job, plan, model), "samples": num_samples}))
+
+
+def digest_of(facts: Mapping[str, Any]) -> bytes:
+    """A hash of facts, `DIGEST_BYTES` long."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()

@@ -1,0 +1,55 @@
+"""Looks at snapshots of an asynchronous run, which are of one version on all servers: evaluates them, and saves them as checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshloom.asynchronous.checkpoints import write_snapshot
+from meshloom.asynchronous.parameters import Content
+from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.settings import Settings
+from meshloom.asynchronous.team import TeamReplica
+from meshloom.comm.simulated import simulated_groups
+from meshloom.errors import CheckpointError, JobError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.state.data import build_dataset, evaluation_chunks
+
+
+class Inspection:
+    """replica: its model takes the values of whatever is looked at."""
+
+    def __init__(self, job: Job, plan: Plan, settings: Settings, replica: WorkerReplica | TeamReplica) -> None:
+        self._job, self._plan, self._settings, self._replica = job, plan, settings, replica
+        self._data: Any = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """As it was looked at last."""
+        return self._replica.model
+
+    def load(self, contents: Sequence[Content | None]) -> None:
+        """Take the values of a snapshot, by server."""
+        there = [content for content in contents if content is not None]
+        if there:  # else nothing has run yet: the model is as the job built it
+            self._replica.load([content.values for content in there], there[0].buffers)
+
+    def evaluate(self, contents: Sequence[Content | None]) -> dict[str, float]:
+        """Every metric of the job's `Evaluate` over all of its data."""
+        if self._job.evaluate is None:
+            raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
+        if self._data is None:
+            self._data = build_dataset(self._job.evaluate.data, self._job.seed)
+        self.load(contents)
+        return self._replica.evaluate(evaluation_chunks(self._data, self._job, Plan(), simulated_groups(1)[0]))
+
+    def save(self, version: int, contents: Sequence[Content], state: Any) -> Path:
+        """Write a checkpoint into `out`; its path. state: the head's."""
+        if self._settings.out is None:
+            raise CheckpointError("There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY.")
+        self.load(contents)
+        return write_snapshot(self._settings.out, version, contents, state, self.model, self._job, self._plan)

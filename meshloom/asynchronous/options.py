@@ -1,0 +1,88 @@
+"""The command line's options for asynchronous plans: what they are, which of them go together, and the values that they mean."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from meshloom.asynchronous.settings import DEFAULT_LISTEN, DEFAULT_SNAPSHOT_EVERY, Settings
+from meshloom.errors import PlanError
+from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
+from meshloom.job import Job
+from meshloom.plan import Plan
+
+_OF_A_RUN = ("steps", "out", "resume", "snapshot_every", "listen", "json", "step_seconds", "latency_seconds", "incidents")
+_OF_ASYNC = ("snapshot_every", "listen", "step_seconds", "latency_seconds", "incidents")
+
+
+def add_asynchronous(train: argparse.ArgumentParser) -> None:
+    """Add them to those of `meshloom train`."""
+    train.add_argument(
+        "--snapshot-every", type=int, metavar="N",
+        help=f"exchange=async: updates between the servers' snapshots, to which they go back when one is killed (default: {DEFAULT_SNAPSHOT_EVERY})",
+    )  # fmt: skip
+    train.add_argument(
+        "--listen", metavar="HOST:PORT",
+        help=f"exchange=async on processes: where server 0 listens, and at the ports after it the others; port 0: any (default: {DEFAULT_LISTEN})",
+    )  # fmt: skip
+    train.add_argument("--join", metavar="HOST:PORT", help="be a further worker of the asynchronous run whose server 0 listens there")
+    train.add_argument("--key", metavar="FILE", help="with --join: the key file that the run has named")
+    train.add_argument(
+        "--step-seconds", metavar="LIST", help="exchange=async on a virtual clock: what each worker needs for a share, like 1,1,1,3 (default: 1)"
+    )
+    train.add_argument("--latency-seconds", type=float, metavar="S", help="exchange=async on a virtual clock: what every message takes (default: 0)")
+    train.add_argument(
+        "--incidents", metavar="LIST",
+        help="exchange=async on a virtual clock: who is killed, joins or leaves when, like kill:2@10+join:2@15+leave:1@20+server:0@30/5",
+    )  # fmt: skip
+
+
+def check_asynchronous(arguments: argparse.Namespace, plan: Plan) -> None:
+    """Raise `PlanError` for options that would mean nothing."""
+    if arguments.join is not None:
+        if arguments.key is None:
+            raise PlanError("--join needs --key FILE, the key file that the run has named when it started.")
+        for name in _OF_A_RUN:
+            if getattr(arguments, name) is not None:
+                raise PlanError(f"{_flag(name)} is for the run itself, and --join takes part in one that is there. Leave {_flag(name)} out.")
+        return
+    if arguments.key is not None:
+        raise PlanError("--key is for --join HOST:PORT. Leave it out, or say which run to join.")
+    if plan.exchange != "async":
+        for name in _OF_ASYNC:
+            if getattr(arguments, name) is not None:
+                raise PlanError(f"{_flag(name)} is for exchange=async, and the plan is {plan}. Leave it out.")
+    if arguments.listen is not None and (arguments.devices.startswith("simulated") or circumstances_of(arguments) is not None):
+        raise PlanError("--listen is for processes, and this run is simulated. Leave it out, or use --devices cpu.")
+
+
+def circumstances_of(arguments: argparse.Namespace) -> Circumstances | None:
+    """What is said of a virtual clock; None: nothing."""
+    if arguments.step_seconds is None and arguments.latency_seconds is None and arguments.incidents is None:
+        return None
+    try:
+        step_seconds = tuple(float(each) for each in arguments.step_seconds.split(",")) if arguments.step_seconds else ()
+    except ValueError:
+        raise PlanError(f"--step-seconds {arguments.step_seconds} must be seconds joined by commas, like 1,1,1,3.") from None
+    return Circumstances(
+        step_seconds=step_seconds,
+        latency_seconds=arguments.latency_seconds or 0.0,
+        incidents=parse_incidents(arguments.incidents) if arguments.incidents else (),
+    )
+
+
+def settings_of(arguments: argparse.Namespace, job: Job) -> Settings:
+    """For a run on processes."""
+    return Settings(
+        steps=arguments.steps if arguments.steps is not None else job.steps,
+        out=Path(arguments.out) if arguments.out is not None else None,
+        resume=Path(arguments.resume) if arguments.resume is not None else None,
+        snapshot_every=arguments.snapshot_every if arguments.snapshot_every is not None else DEFAULT_SNAPSHOT_EVERY,
+        circumstances=circumstances_of(arguments) or Circumstances(),
+        listen=arguments.listen if arguments.listen is not None else DEFAULT_LISTEN,
+        timeout_seconds=arguments.timeout,
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,306 @@
+"""A server's process: it carries messages between workers, its store and the head, which lives in server 0.
+
+    workers <--Endpoint--> server 0: head, store <--Endpoint, keys of its own--> server k: store <--Endpoint--> workers
+
+What happens is told to the launcher, whose process shows it, evaluates and saves. Whatever a peer sends that makes no sense is refused, counted, and has
+no other effect.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+
+from meshloom.asynchronous.checkpoints import Start
+from meshloom.asynchronous.codec import FROM_SERVERS, FROM_WORKERS, TO_SERVERS, TO_WORKERS, Holding, decode, encode, limits_for
+from meshloom.asynchronous.greetings import Ask, Description, Hello, Tally, Terms, Welcome, digest_of, facts_of
+from meshloom.asynchronous.outbox import Outbox
+from meshloom.asynchronous.parameters import Content, Parameters
+from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.settings import Settings
+from meshloom.asynchronous.shares import Shares
+from meshloom.asynchronous.snapshots import Numbers, SnapshotFiles, due_path, snapshot_name
+from meshloom.comm.connections import Connections
+from meshloom.comm.endpoint import Endpoint
+from meshloom.comm.keys import read_server_key, read_worker_key
+from meshloom.comm.sockets import Joined, Lost, Message, Patience
+from meshloom.errors import JobError, MessageError
+from meshloom.exchange.elastic.head import STARTS, Head, Restored, Snapshot, Update
+from meshloom.exchange.elastic.messages import HEAD, Address, Back, Join, Kept, Leave, Part, Push, Sent, Staged
+from meshloom.exchange.elastic.store import Storage, Store
+from meshloom.job import Job
+from meshloom.launch.elastic import HEAD_KEYS, SERVER_KEY
+from meshloom.launch.role import Role
+from meshloom.launch.world import peak_memory_bytes
+from meshloom.plan import Plan
+
+_LOOK_SECONDS = 0.1  # between looks at signals
+_ACCOUNT_SECONDS = 1.0  # between what is told of bytes
+_HEAD_PATIENCE = Patience(queue_messages=1000)
+
+
+class ServerProcess:
+    """stop: signals that ask this process to end. tell: takes what the launcher should know."""
+
+    def __init__(
+        self, role: Role, job: Job, plan: Plan, settings: Settings, stop: Sequence[int], tell: Callable[[Mapping[str, object]], object]
+    ) -> None:
+        self._role, self._job, self._plan, self._settings, self._stop, self._tell = role, job, plan, settings, stop, tell
+        self._number = role.number
+        shares = Shares(job, plan)
+        replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
+        self._whole = replica.whole
+        self._first_model = weakref.ref(replica.model)
+        self._holdings = Holding.of(replica.division, dict(replica.model.named_buffers()))
+        self._holding = self._holdings[self._number]
+        facts = facts_of(job, plan, replica.model, shares.num_samples)
+        self._digest = digest_of(facts)
+        ports = [int(address.rpartition(":")[2]) for address in role.addresses]
+        self._description = Description(plan=str(plan), facts=facts, ports=ports)
+        start = Start.find(settings, job, plan, shares, replica.model)
+        directory = role.path / f"server-{self._number}"
+        files = SnapshotFiles(directory, (start.version, *start.snapshot(replica, self._number)))
+        self._numbers = Numbers(directory / "numbers")
+        self._storage = Storage(snapshots=files, newest=max(start.version, self._numbers.newest))
+        self._held: Parameters | None = None
+        self._store = Store(self._number, self._storage, self._hold)
+        self._head = Head(settings.rules(job, plan), role.start * STARTS) if self._number == 0 else None
+        self._workers: dict[int, int] = {}  # worker -> its peer
+        self._known: dict[int, int] = {}  # peer -> worker
+        self._servers: dict[int, int] = {}  # server -> its peer, of server 0
+        self._present: set[int] = set()  # workers that have joined
+        self._finished = False
+        self._bytes = {"push": 0, "pull": 0}
+        self._once = {"push": 0, "pull": 0}  # of one message
+        self._told_bytes = dict(self._bytes)
+        self._told_at = time.monotonic()
+
+    def run(self) -> None:
+        """Until it is told to end."""
+        role = self._role
+        with ExitStack() as stack:
+            stack.callback(self._numbers.close)
+            limits = limits_for(FROM_WORKERS | TO_WORKERS, [self._holding])
+            outer = stack.enter_context(
+                Endpoint(role.addresses[self._number], read_server_key(role.path / SERVER_KEY), limits, listening=role.listening[0])
+            )
+            self._outer, self._to_workers = outer, Outbox(outer)
+            self._inner: Endpoint | Connections | None = None
+            if self._plan.servers > 1:
+                limits = limits_for(FROM_SERVERS | TO_SERVERS)
+                if self._head is not None:
+                    key = read_server_key(role.path / HEAD_KEYS[0])
+                    self._inner = stack.enter_context(Endpoint(role.head, key, limits, _HEAD_PATIENCE, listening=role.listening[1]))
+                else:
+                    self._inner = stack.enter_context(Connections([role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _HEAD_PATIENCE))
+                self._to_servers = Outbox(self._inner)
+            self._tell({"event": "serving"})
+            if self._head is not None:
+                self._send(self._head.start())
+            while not self._stop:
+                self._wait()
+                self._look()
+            self._tell_bytes()
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        for each in (*self._outer.sockets, *(self._inner.sockets if self._inner is not None else ())):
+            poller.register(each, zmq.POLLIN)
+        waits = self._to_workers.waits or (self._inner is not None and self._to_servers.waits)
+        poller.poll(5 if waits else round(_LOOK_SECONDS * 1000))
+
+    def _look(self) -> None:
+        for event in self._outer.poll(0.0):
+            match event:
+                case Message():
+                    self._from_worker(event)
+                case Lost(peer):
+                    self._lose_worker(peer)
+                case Joined():
+                    pass  # it says who it is
+        self._to_workers.flush()
+        if self._inner is not None:
+            for event in self._inner.poll(0.0):
+                match event:
+                    case Message():
+                        self._from_server(event)
+                    case Lost(peer):
+                        self._to_servers.forget(peer)
+                        self._servers = {server: there for server, there in self._servers.items() if there != peer}
+                    case Joined(peer):
+                        if self._head is None:  # the head may be another now, and what it had sent before may be lost: as after a start
+                            self._servers = {0: peer}
+                            self._send(self._store.started())
+            self._to_servers.flush()
+        if self._storage.newest != self._numbers.newest:
+            self._numbers.newest = self._storage.newest
+        self._tell_events()
+        if time.monotonic() > self._told_at + _ACCOUNT_SECONDS:
+            self._tell_bytes()
+
+    # --- Workers.
+
+    def _from_worker(self, event: Message) -> None:
+        try:
+            message = decode(event.header, event.tensors, self._holding)
+            worker = self._known.get(event.peer)
+            if isinstance(message, Ask) and self._head is not None:
+                self._to_workers.send(event.peer, *encode(Terms(text=self._description.to_json())))
+            elif isinstance(message, Hello):
+                self._welcome(event.peer, message)
+            elif isinstance(message, Tally | Join | Leave | Push) and worker is not None and message.worker == worker:
+                self._take(message)
+            else:
+                raise MessageError(f"A {type(message).__name__} of {'nobody who was let in' if worker is None else f'worker {worker}'}.")
+        except MessageError as error:
+            self._outer.refused.message(str(error))
+
+    def _welcome(self, peer: int, hello: Hello) -> None:
+        if hello.digest != self._digest:
+            raise MessageError("A Hello of a worker with another job.")
+        number = hello.worker
+        if self._head is not None:
+            if number is None:
+                number = self._numbers.next_worker
+                self._numbers.next_worker = number + 1
+            elif number >= self._numbers.next_worker:
+                raise MessageError(f"A Hello of worker {number}, which there has not been.")
+        if number is None or peer in self._known:
+            raise MessageError("A Hello without a number, or a second one.")
+        if (older := self._workers.get(number)) is not None:  # its connection has ended without a word
+            del self._known[older]
+            self._to_workers.forget(older)
+            self._outer.drop(older)
+        self._workers[number], self._known[peer] = peer, number
+        self._to_workers.send(peer, *encode(Welcome(worker=number)))
+
+    def _take(self, message: Tally | Join | Leave | Push) -> None:
+        """Of a worker that was let in."""
+        if isinstance(message, Push):
+            self._count("push", message.gradients, message.changes)
+            self._send(self._store.receive(message))
+        elif self._head is None:
+            raise MessageError(f"A {type(message).__name__}, which is for server 0.")
+        elif isinstance(message, Tally):
+            self._tell({"event": "tally", **asdict(message)})
+        else:
+            self._send(self._head.receive(message))
+            if isinstance(message, Leave):
+                self._gone(message.worker, "left")
+            elif message.worker not in self._present:
+                self._present.add(message.worker)
+                self._tell({"event": "worker", "worker": message.worker, "what": "joined"})
+
+    def _lose_worker(self, peer: int) -> None:
+        self._to_workers.forget(peer)
+        worker = self._known.pop(peer, None)
+        if worker is None:
+            return
+        del self._workers[worker]
+        if self._head is not None:
+            self._send(self._head.lost(worker))
+            self._gone(worker, "lost")
+
+    def _gone(self, worker: int, what: str) -> None:
+        if worker in self._present:
+            self._present.remove(worker)
+            self._tell({"event": "worker", "worker": worker, "what": what})
+
+    # --- Servers and the head.
+
+    def _from_server(self, event: Message) -> None:
+        message = decode(event.header, event.tensors)  # both ends are of this run, with keys that nobody else has
+        if self._head is None:
+            self._send(self._store.receive(message))
+        elif isinstance(message, Staged | Kept | Back):
+            self._servers[message.server] = event.peer
+            self._send(self._head.receive(message))
+
+    def _send(self, sent: Sent) -> None:
+        """What is for this process is done at once, in order; what is for somebody who is not there is lost."""
+        waiting = deque(sent)
+        while waiting:
+            address, message = waiting.popleft()
+            if address == HEAD and self._head is not None:
+                waiting.extend(self._head.receive(message))
+            elif address == Address("server", self._number):
+                waiting.extend(self._store.receive(message))
+            elif address.kind == "worker":
+                self._send_worker(address.number, message)
+            elif (peer := self._servers.get(address.number)) is not None:
+                self._to_servers.send(peer, *encode(message))
+
+    def _send_worker(self, worker: int, message: Any) -> None:
+        peer = self._workers.get(worker)
+        if peer is not None:
+            if isinstance(message, Part):
+                self._count("pull", message.values, message.buffers)
+            self._to_workers.send(peer, *encode(message, self._holding))
+
+    def _hold(self, content: Content | None) -> Parameters:
+        held = Parameters(
+            self._job, self._number, self._plan.servers, whole=self._whole, device=torch.device("cpu"), dtype=self._settings.dtype, content=content
+        )
+        if held.model is self._first_model() or (self._held is not None and held.model is self._held.model):
+            raise JobError(
+                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
+            )
+        self._held = held
+        return held
+
+    # --- What is told.
+
+    def _count(self, what: str, held: Sequence[Tensor | None], buffers: Mapping[str, Tensor] | None) -> None:
+        num_bytes = sum(each.nbytes for each in (*held, *(buffers or {}).values()) if each is not None)
+        self._bytes[what] += num_bytes
+        self._once[what] = self._once[what] or num_bytes
+
+    def _tell_events(self) -> None:
+        if self._head is None:
+            return
+        for event in self._head.take_events():
+            match event:
+                case Update():
+                    self._tell(
+                        {
+                            "event": "update",
+                            **asdict(event),
+                            "rates": self._held.learning_rates() if self._held else [],
+                            "memory": peak_memory_bytes(),
+                        }
+                    )
+                case Snapshot():
+                    if self._settings.evaluates(self._job, event.version) or self._settings.saves(self._job, event.version):
+                        self._keep_due(event.version)
+                    self._tell({"event": "snapshot", "version": event.version})
+                case Restored():
+                    self._tell({"event": "restored", "version": event.version, "lost": event.lost, "incarnation": event.incarnation})
+        if self._head.finished and not self._finished:
+            self._finished = True
+            ages = {str(age): count for age, count in sorted(self._head.ages.items())}
+            self._tell({"event": "finished", "ages": ages})
+
+    def _keep_due(self, version: int) -> None:
+        """Give all servers' files of a snapshot a second name, under which they stay when the servers let go of it."""
+        for server in range(self._plan.servers):
+            with suppress(FileExistsError, FileNotFoundError):  # said again by a head that was started again; or the one that the run began with
+                os.link(self._role.path / f"server-{server}" / snapshot_name(version), due_path(self._role.path, version, server))
+
+    def _tell_bytes(self) -> None:
+        self._told_at = time.monotonic()
+        counts = {**self._bytes, "refused": self._outer.refused.messages + self._outer.refused.connections}
+        counts |= {f"{what}_once": num_bytes for what, num_bytes in self._once.items()}
+        counts["late"] = self._head.refused if self._head is not None else 0
+        if counts != self._told_bytes:
+            self._told_bytes = counts
+            self._tell({"event": "counts", **counts})

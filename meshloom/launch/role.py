@@ -1,0 +1,44 @@
+"""What a process of an asynchronous run is: a server or a worker, and where it finds the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What the launcher tells a process that it starts.
+
+    target, plan, settings: the job's FILE.py:NAME, the plan's text, and the run's settings as JSON.
+    number: of a server, from 0; of a worker, how many were started before it (the number that it gets from server 0 may be another).
+    start: how many times that server has been started, from 1. directory: of the run; keys and snapshots are there.
+    addresses: HOST:PORT of all servers, for workers. head: likewise of server 0, for the other servers.
+    listening: descriptors of sockets that listen at this server's own address, and on server 0 at `head`.
+    """
+
+    kind: Literal["server", "worker"]
+    target: str
+    plan: str
+    settings: str
+    number: int
+    start: int
+    directory: str
+    addresses: tuple[str, ...]
+    head: str
+    listening: tuple[int, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The directory of the run."""
+        return Path(self.directory)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Role:
+        values = json.loads(text)
+        return Role(**{**values, "addresses": tuple(values["addresses"]), "listening": tuple(values["listening"])})

@@ -1,0 +1,186 @@
+"""Asynchronous training on real processes: whoever is killed, joins or leaves, it goes on, comes to the same, and leaves nothing."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from elastic_runs import ElasticRun, left
+from safetensors.torch import load_file
+
+from meshloom.report.progress import Listener
+from meshloom.trainer import Trainer
+from tests import elastic_job
+
+pytestmark = pytest.mark.processes
+NOISE = 0.02  # of the accuracy on 360 digits, from run to run
+QUIET = Listener(started=lambda text: None, note=lambda text: None)
+
+
+def refuses_connections(address: str) -> bool:
+    """Whether nobody listens there."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) != 0
+
+
+def assert_nothing_left(directory: Path, address: str) -> None:
+    """No process, file or socket of the run, within seconds."""
+    assert not left(str(directory))
+    deadline = time.monotonic() + 10
+    while directory.exists() or not refuses_connections(address):
+        assert time.monotonic() < deadline
+
+
+def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path) -> None:
+    """What is lost is done again, from the same snapshot with the same samples; and what a resumed run does is the rest."""
+    plan, out = "dp=1,exchange=async", tmp_path / "out"
+    with ElasticRun("steady", plan, tmp_path, "--snapshot-every", "4", "--out", str(out), "--steps", "30") as run:
+        address, directory = run.address()[0], run.directory()
+        run.until_updates(14)
+        run.of("server", 0).kill()
+        assert run.ended() == 0, run.text()
+        assert_nothing_left(directory, address)
+    assert "server 0 was killed by SIGKILL; it is started again" in run.text()
+    [asynchronous] = run.records("asynchronous")
+    assert 0 < asynchronous["lost"] == len(run.records("step")) - 30
+    (tmp_path / "again").mkdir()
+    with ElasticRun("steady", plan, tmp_path / "again", "--out", str(out), "--resume", str(out)) as run:
+        assert run.ended() == 0, run.text()
+    assert [record["step"] for record in run.records("step")] == list(range(31, 41))
+    with Trainer(elastic_job.steady, "dp=1", devices="simulated", listener=QUIET) as trainer:
+        trainer.fit()
+        expected = dict(trainer.replicas[0].model.state_dict())
+    found = load_file(out / "step-00000040" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_workers_and_servers_come_and_go(tmp_path: Path) -> None:
+    """Two servers, three workers: one is killed, one leaves, one joins, each server is killed, strangers knock; the digits are learnt."""
+    steps = 330
+    with ElasticRun(
+        "hasty_digits", "dp=3,exchange=async,servers=2,rate_by_age=true", tmp_path, "--steps", str(steps), "--snapshot-every", "20"
+    ) as run:
+        address, directory = run.address()[0], run.directory()
+        run.until_updates(20)
+        run.of("worker", 0).kill()
+        joined = run.join()
+        run.until_updates(50)
+        run.of("server", 0).kill()
+        run.until_updates(90)
+        run.of("worker", 1).terminate()
+        for _ in range(50):
+            with socket.create_connection((address.partition(":")[0], int(address.rpartition(":")[2])), timeout=30) as stranger:
+                stranger.sendall(random.randbytes(99))
+        run.until(lambda: "has left" in run.text() and "has joined" in run.text())
+        run.until_updates(130)
+        run.of("server", 1).kill()
+        assert run.ended() == 0, run.text()
+        joined.join(30)
+        assert joined.exitcode == 0
+        assert_nothing_left(directory, address)
+    [asynchronous], evaluation = run.records("asynchronous"), run.records("evaluation")[-1]
+    assert sum(asynchronous["ages"].values()) == steps
+    assert asynchronous["refused_messages"] >= 50
+    assert evaluation["step"] == steps and evaluation["metrics"]["accuracy"] > 0.9
+    for sentence in ("the run goes on", "server 0 was killed by SIGKILL", "server 1 was killed by SIGKILL", "are lost, and their samples"):
+        assert sentence in run.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_campaign_of_kills(tmp_path: Path) -> None:
+    """100 kills and joins of workers and 10 kills of a server, also in the middle of a snapshot."""
+    chooser, steps = random.Random(3), 1800
+    plan = "dp=3,exchange=async,servers=2,rate_by_age=true"
+    with Trainer(elastic_job.digits(), plan, devices="simulated", steps=steps, listener=QUIET) as trainer:
+        undisturbed = trainer.fit().evaluation["accuracy"]
+    with ElasticRun("slow_digits", plan, tmp_path, "--steps", str(steps), "--snapshot-every", "15") as run:
+        address, directory = run.address()[0], run.directory()
+        run.until_updates(10)
+        workers = [run.of("worker", number) for number in range(3)]
+        server_kills = sorted(chooser.sample(range(5, 100), 10))
+        for incident in range(100):
+            if incident in server_kills:
+                server = chooser.randrange(2)
+                if incident % 2:
+                    run.until(lambda server=server: list((directory / f"server-{server}").glob(".*")))  # it is writing
+                else:
+                    time.sleep(chooser.uniform(0.0, 0.5))
+                run.of("server", server).kill()
+            if len(workers) < 3 or (len(workers) < 6 and chooser.random() < 0.5):
+                workers.append(run.join())
+            else:
+                workers.pop(chooser.randrange(len(workers))).kill()
+            time.sleep(chooser.uniform(0.0, 0.6))
+            assert run.process.poll() is None, run.text()
+        assert run.num_updates() < steps, "the run was over before the campaign"
+        assert run.process.wait(600) == 0, run.text()
+        assert_nothing_left(directory, address)
+    [asynchronous], evaluation = run.records("asynchronous"), run.records("evaluation")[-1]
+    print(f"undisturbed {undisturbed:.4f}, campaign {evaluation['metrics']['accuracy']:.4f}, {asynchronous}")
+    assert sum(asynchronous["ages"].values()) == steps
+    assert len(run.records("step")) == steps + asynchronous["lost"]
+    assert run.text().count("it is started again") == 10
+    assert abs(evaluation["metrics"]["accuracy"] - undisturbed) <= NOISE
+
+
+# --- How a run ends.
+
+
+def test_an_interrupt_ends_everything_with_130(tmp_path: Path) -> None:
+    with ElasticRun("steady", "dp=2,exchange=async", tmp_path) as run:
+        address, directory = run.address()[0], run.directory()
+        run.until_updates(2)
+        run.process.send_signal(signal.SIGINT)
+        assert run.ended() == 130
+        assert_nothing_left(directory, address)
+    assert run.text().splitlines()[-1] == "Stopped by SIGINT; all processes have ended."
+
+
+def test_a_launcher_killed_with_9_leaves_nothing(tmp_path: Path) -> None:
+    with ElasticRun("steady", "dp=2,exchange=async", tmp_path) as run:
+        address, directory = run.address()[0], run.directory()
+        run.until_updates(2)
+        run.process.kill()
+        run.process.wait()
+        assert_nothing_left(directory, address)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "more", "code", "sentence"),
+    [
+        ("failing", (), 1, "a broken share"),
+        ("dying", ("--timeout", "1"), 1, "After update 0 no worker has been there for 1 s"),
+        ("steady", ("--listen", "203.0.113.1:0"), 2, "Cannot listen at"),
+    ],
+)
+def test_what_ends_a_run_is_one_message(job: str, more: tuple[str, ...], code: int, sentence: str, tmp_path: Path) -> None:
+    with ElasticRun(job, "dp=2,exchange=async", tmp_path, *more) as run:
+        assert run.ended() == code, run.text()
+    assert sentence in run.text()
+    assert not left(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_who_cannot_join_is_told_why(tmp_path: Path) -> None:
+    def join(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "meshloom", "train", *words], capture_output=True, text=True, timeout=100)
+
+    with ElasticRun("steady", "dp=1,exchange=async", tmp_path, "--steps", "2000") as run:
+        address, key = run.address()
+        run.until_updates(1)
+        other = join(run.target, "--plan", "dp=2,exchange=async", "--join", address, "--key", key)
+        assert (other.returncode, "has the plan dp=1,exchange=async" in other.stderr) == (2, True), other.stderr
+        other = join(run.target.replace("steady", "digits"), "--join", address, "--key", key)
+        assert (other.returncode, "This is not the job of the run" in other.stderr) == (2, True), other.stderr
+        nobody = join(run.target, "--join", "127.0.0.1:9", "--key", key, "--timeout", "1")
+        assert (nobody.returncode, "Nobody at 127.0.0.1:9" in nobody.stderr) == (1, True), nobody.stderr
