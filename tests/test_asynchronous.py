@@ -212,7 +212,7 @@ def test_the_command_line_trains_asynchronously(tmp_path: Path) -> None:
     assert steps[-1]["virtual_seconds"] > steps[0]["virtual_seconds"] > 1
     assert last["virtual_seconds"] >= steps[-1]["virtual_seconds"]  # until the workers have heard of it
     assert sum(last["ages"].values()) == 9
-    assert main(["train", "tests/job_file.py", "--plan", "dp=4,exchange=async", "--devices", "cpu"]) == 2
+    assert main(["train", "tests/job_file.py", "--plan", "dp=4,exchange=async", "--devices", "cuda"]) == 2
 
 
 # --- Coming, going and coming back.

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ import torch
 
 from meshloom.asynchronous.account import Account
 from meshloom.asynchronous.checkpoints import Start
-from meshloom.asynchronous.greetings import facts_of
 from meshloom.asynchronous.inspection import Inspection
 from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.settings import Settings, check_plan
@@ -57,12 +56,10 @@ class ProcessRun:
         check_plan(plan)
         if settings.circumstances != Circumstances():
             raise PlanError("Speeds, latencies and incidents are of a virtual clock. Use --devices simulated, or leave them out.")
-        if plan.dp > 1:
-            plan.check_batch(job.batch_size)
+        plan.check_batch(job.batch_size)
         self._job, self._plan, self._settings, self._listener, self._target = job, plan, settings, listener, target
         shares = Shares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
-        facts_of(job, plan, replica.model, shares.num_samples)
         self._inspection = Inspection(job, plan, settings, replica)
         start = Start.find(settings, job, plan, shares, replica.model)
         self.next_step = start.version
@@ -266,7 +263,7 @@ def _end_at(signals: Sequence[int]) -> None:
 
 
 @contextmanager
-def _run_directory(out: Path | None) -> Any:
+def _run_directory(out: Path | None) -> Generator[Path]:
     """A directory of this run alone, that only its user can read, beside its checkpoints if it has any; gone when the run ends."""
     try:
         if out is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,8 +48,10 @@ class Settings:
     @staticmethod
     def from_json(text: str) -> Settings:
         """The inverse of `to_json`."""
-        values = json.loads(text)
-        return Settings(**{**values, **{name: Path(values[name]) if values[name] is not None else None for name in ("out", "resume")}})
+        values: dict[str, Any] = json.loads(text)
+        for name in ("out", "resume"):
+            values[name] = Path(values[name]) if values[name] is not None else None
+        return Settings(**values)
 
     def evaluates(self, job: Job, version: int) -> bool:
         """Whether the snapshot after update `version` is evaluated."""

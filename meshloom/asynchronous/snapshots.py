@@ -80,9 +80,8 @@ class Numbers:
     """Two numbers of a server in a file that is mapped into memory: they are as the process left them, however it ended."""
 
     def __init__(self, path: Path) -> None:
-        if not path.exists():
-            path.write_bytes(bytes(mmap.PAGESIZE))
-        with path.open("r+b") as file:
+        with path.open("a+b") as file:
+            file.truncate(mmap.PAGESIZE)  # zeros, where it was not that long yet
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,5 +40,7 @@ class Role:
 
     @staticmethod
     def from_json(text: str) -> Role:
-        values = json.loads(text)
-        return Role(**{**values, "addresses": tuple(values["addresses"]), "listening": tuple(values["listening"])})
+        values: dict[str, Any] = json.loads(text)
+        for name in ("addresses", "listening"):
+            values[name] = tuple(values[name])
+        return Role(**values)
