@@ -48,7 +48,7 @@ def choose_algorithm(
     >>> choose_algorithm(64 * 2**20, 5, 5, 1e-3, 128 * 2**20).reason
     'ring: 64 MiB over 5 ranks, 0.808 s against 1.76 s (halving), 3.01 s (tree)'
     >>> choose_algorithm(2**10, 5, 5, 1e-3, 128 * 2**20, own_seconds=0.003).reason
-    'all_reduce: 1 KiB over 5 ranks, 3 ms against 6.03 ms (halving), 6.04 ms (tree), 8.01 ms (ring)'
+    'all_reduce: 1 KiB over 5 ranks, 3 ms against 6.03 ms (halving), 6.05 ms (tree), 8.01 ms (ring)'
     """
     if num_hosts < 1 or num_ranks % num_hosts:
         raise MachineError(f"{num_ranks} ranks are not as many on each of {num_hosts} hosts. Give a number of hosts that divides the ranks.")

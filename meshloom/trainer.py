@@ -125,7 +125,7 @@ class Trainer:
         self._first_loss = math.nan
         self._timelines: list[Timeline] = []
         with self._stack as building:
-            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport))
+            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm))
             self._enter("setting up")
             if self.plan.exchange == "async":
                 settings = Settings(

@@ -75,6 +75,7 @@ class HostsGroup(Group):
         found = len(self._places), *[group.size for group in (parts.across, parts.first, parts.last, parts.post)]
         if found != expected or {len(ranks) for ranks in self._hosts} != {len(self._hosts[0])}:
             raise CollectiveError(f"Hosts with ranks {list(self._hosts)} need the same number on each, and groups of these sizes; they are {found}.")
+        self.who_left = who_left
         self._patience = Patience(self._members[self.rank], activity, who_left)
         self._line = PhasedLine(f"group of {self._members[self.rank]}")
 
