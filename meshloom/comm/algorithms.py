@@ -31,6 +31,7 @@ from meshloom.costs import ALGORITHMS
 from meshloom.errors import CollectiveError
 
 _END_SECONDS = 5.0  # that the thread is given to end
+_KEPT = 256  # lists of moves: a training job has as many as buckets
 
 
 def spelled_out(
@@ -183,6 +184,8 @@ class SpelledOutGroup(Group):
         chunk = max(1, self._chunk_bytes // flat.element_size())
         key = operation, flat.numel(), chunk
         if key not in self._chunks:
+            if len(self._chunks) == _KEPT:
+                self._chunks.clear()
             self._chunks[key] = in_chunks(moves(), chunk)
         chunks = self._chunks[key]
         sent = [move.stop - move.start for move in chunks if move.kind == "send"]
