@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.comm.algorithms import ALGORITHMS, spelled_out
+from meshloom.comm.algorithms import ALGORITHMS, SpelledOutGroup, spelled_out
 from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.carrying import CHUNK_BYTES
 from meshloom.comm.group import Group
@@ -82,8 +82,8 @@ def _rank(rank: int, size: int, port: int, request: argparse.Namespace, queue: A
         queue.put(records)
     dist.barrier()
     for group in systems.values():
-        if not isinstance(group, C10dGroup):
-            group.close()  # type: ignore[attr-defined]
+        if isinstance(group, SpelledOutGroup):
+            group.close()
     dist.destroy_process_group()
 
 
