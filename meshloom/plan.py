@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from meshloom.costs import ALGORITHMS
 from meshloom.errors import PlanError
 from meshloom.mesh import Mesh
 from meshloom.plan_exchange import check_exchange, complete_compress, exempt_setting, known_word
@@ -69,7 +70,8 @@ class Plan:
     virtual_stages: stages of each rank along pp. 0: as many as the schedule has at least.
     cuts: modules that begin the stages after the first, in order: cuts=blocks.4+blocks.8. Empty: chosen so that the slowest stage is fastest.
     recompute: what backward needs of forward is kept (none), computed again block by block (full), or computed again where that is cheap (selective).
-    exchange: how replicas agree. all_reduce: all get the sum of gradients and make the same update. server: some ranks update for all, once a step.
+    exchange: how replicas agree. all_reduce: all get the sum of gradients and make the same update; ring, tree, halving, hierarchical: the same, by
+        this algorithm instead of the library's own. server: some ranks update for all, once a step.
         async: servers update with every push. local_sgd, diloco: each replica steps by itself, and every `local_steps` they average parameters.
     servers: ranks that are servers too: the first of the replicas, over which the elements are divided evenly.
     staleness: how many steps the fastest worker may be ahead of the slowest; None: any number. 0 makes exchange=async to exchange=server.
@@ -193,6 +195,11 @@ class Plan:
     def local(self) -> bool:
         """Whether replicas step by themselves, and average parameters now and then."""
         return self.exchange in ("local_sgd", "diloco")
+
+    @property
+    def algorithm(self) -> str:
+        """By which algorithm replicas add up; "": by that of what they talk through."""
+        return self.exchange if self.exchange in ALGORITHMS else ""
 
     @property
     def exempt(self) -> str:

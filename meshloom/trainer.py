@@ -124,7 +124,7 @@ class Trainer:
         self._first_loss = math.nan
         self._timelines: list[Timeline] = []
         with self._stack as building:
-            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport))
+            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm))
             self._enter("setting up")
             if self.plan.exchange == "async":
                 settings = Settings(
@@ -148,7 +148,8 @@ class Trainer:
             self._checks = self._evaluations = 0
             self._clock = _Clock()
             copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
-            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}"))
+            summed = f"; replicas add up by {self.plan.algorithm}, on messages" if self.plan.algorithm else ""
+            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}{summed}"))
             self._enter("between steps")
             self._stack = building.pop_all()
 
