@@ -233,10 +233,12 @@ class Plan:
     def check_batch(self, batch_size: int) -> None:
         """Raise `PlanError` if a batch of `batch_size` samples cannot be run under this plan."""
         if self.sync_batch_norm and not all(self.sizes(batch_size)):
+            cut, way_out = "", f"Use at most {batch_size} chunks"
+            if self.shares != "even":
+                cut, way_out = f", shares={self.shares}", "Use fewer chunks or shares that differ less"
             raise PlanError(
-                f"A batch of {batch_size} samples cannot fill {self.num_chunks} chunks (dp={self.dp} x microbatches={self.microbatches}"
-                f"{'' if self.shares == 'even' else f', shares={self.shares}'}), "
-                f"and sync_batch_norm needs a sample in each. Use at most {batch_size} chunks, or drop_last=True if this is the short last batch."
+                f"A batch of {batch_size} samples cannot fill {self.num_chunks} chunks (dp={self.dp} x microbatches={self.microbatches}{cut}), "
+                f"and sync_batch_norm needs a sample in each. {way_out}, or drop_last=True if this is the short last batch."
             )
 
     @staticmethod
