@@ -369,9 +369,7 @@ class Trainer:
     def _in_lockstep(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
         # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
         turns = self.world.turns
-        if (
-            self.plan.mesh.size > self.plan.dp and len(self.replicas) > 1
-        ):  # stages and divided programs talk in forward and backward, and not all ranks alike
+        if self.plan.reads and len(self.replicas) > 1:  # programs talk in forward and backward, and when they are read, and not all ranks alike
             return turns.run([lambda replica=replica: _to_its_end(steps(replica), replica.seat) for replica in self.replicas])
         in_turns = self.plan.sync_batch_norm and len(self.replicas) > 1
 
