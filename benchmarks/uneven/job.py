@@ -48,5 +48,9 @@ def job_with(slow_first: int, slow_later: int) -> Job:
     )
 
 
-job = job_with(3, 3)
-moving = job_with(3, 0)
+def job() -> Job:
+    return job_with(3, 3)
+
+
+def moving() -> Job:
+    return job_with(3, 0)
