@@ -55,6 +55,7 @@ exchanges = st.one_of(
     ),
     st.builds(Plan, dp=several, compress=st.sampled_from(["bf16", "powersgd"]) | counts.map("powersgd:{}".format) | shares.map("topk:{}".format)),
 )
+divided = st.lists(st.integers(0, 10**6), min_size=2, max_size=6).filter(any).map(lambda each: Plan(dp=len(each), shares="+".join(map(str, each))))
 interleaved = st.builds(Plan, pp=st.integers(2, 9), schedule=st.just("interleaved"), virtual_stages=st.integers(2, 9))
 
 COMPRESS_SENTENCE = (
@@ -89,20 +90,21 @@ def test_the_strategy_covers_every_field():
         "outer_learning_rate",
         "outer_momentum",
         "compress",
+        "shares",
     }
 
 
-@given(plans | pipelines | interleaved | exchanges)
+@given(plans | pipelines | interleaved | exchanges | divided)
 def test_text_and_back_is_the_same_plan(plan: Plan):
     assert Plan.parse(str(plan)) == plan
 
 
-@given(plans | pipelines | interleaved | exchanges)
+@given(plans | pipelines | interleaved | exchanges | divided)
 def test_json_and_back_is_the_same_plan(plan: Plan):
     assert Plan.from_json(json.dumps(plan.to_dict())) == plan
 
 
-@given(plans | exchanges, plans | exchanges)
+@given(plans | exchanges | divided, plans | exchanges | divided)
 def test_plans_have_one_text_each(plan: Plan, other: Plan):
     assert (str(plan) == str(other)) == (plan == other)
 
@@ -170,7 +172,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "color=2",
             "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, "
             "memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, rate_by_age, local_steps, outer_learning_rate, outer_momentum, "
-            "compress.",
+            "compress, shares.",
         ),
         ("dp=2,exchange=servers", "exchange=servers is not known. Did you mean server?"),
         ("dp=2,exchange=mail", "exchange=mail is not known. Known: all_reduce, ring, tree, halving, hierarchical, server, async, local_sgd, diloco."),
