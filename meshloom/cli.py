@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument(
             "target", metavar="FILE.py[:NAME]", help="the file that holds the job; NAME is a Job or a function that returns one (default: job)"
         )
-        verb.add_argument("--plan", help="like dp=4,microbatches=2 (default: one replica per GPU, or dp=1)")
+        verb.add_argument("--plan", help="like dp=4,microbatches=2 or dp=4,shares=measured (default: one replica per GPU, or dp=1)")
         verb.add_argument(
             "--memory", metavar="SIZE", help="what a rank may hold when the model is divided over pp or tp, like 8GiB: the plan's memory_bytes"
         )
@@ -214,6 +214,8 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         summary = trainer.fit()
         if trainer.world.main:
             _tell_summary(summary, terminal, records)
+            if trainer.shares.record:
+                records.write("shares", record=trainer.shares.record)
             if trainer.asynchronous:
                 records.write("asynchronous", **trainer.asynchronous.record())
     return 0

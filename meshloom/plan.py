@@ -9,13 +9,15 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from meshloom.costs import ALGORITHMS
 from meshloom.errors import PlanError
 from meshloom.mesh import Mesh
 from meshloom.plan_exchange import check_exchange, complete_compress, exempt_setting, known_word
+from meshloom.plan_shares import apportion, check_shares, complete_shares, fixed_shares
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages a rank; of interleaved at least
 RECOMPUTE = ("none", "full", "selective")
@@ -69,7 +71,8 @@ class Plan:
     virtual_stages: stages of each rank along pp. 0: as many as the schedule has at least.
     cuts: modules that begin the stages after the first, in order: cuts=blocks.4+blocks.8. Empty: chosen so that the slowest stage is fastest.
     recompute: what backward needs of forward is kept (none), computed again block by block (full), or computed again where that is cheap (selective).
-    exchange: how replicas agree. all_reduce: all get the sum of gradients and make the same update. server: some ranks update for all, once a step.
+    exchange: how replicas agree. all_reduce: all get the sum of gradients and make the same update; ring, tree, halving, hierarchical: the same, by
+        this algorithm instead of the library's own. server: some ranks update for all, once a step.
         async: servers update with every push. local_sgd, diloco: each replica steps by itself, and every `local_steps` they average parameters.
     servers: ranks that are servers too: the first of the replicas, over which the elements are divided evenly.
     staleness: how many steps the fastest worker may be ahead of the slowest; None: any number. 0 makes exchange=async to exchange=server.
@@ -77,6 +80,7 @@ class Plan:
     local_steps: steps that each replica takes between averages.
     outer_learning_rate, outer_momentum: of diloco's outer step, Nesterov momentum on the averaged change of parameters.
     compress: gradients travel as bf16, as matrices of low rank (powersgd:4) or as their largest elements (topk:0.01, a share of them).
+    shares: how a batch is divided over replicas: even, in proportions given by hand (3+3+3+1), or in proportion to measured speed (measured).
 
     >>> Plan(dp=4, microbatches=2)
     Plan('dp=4,microbatches=2')
@@ -113,6 +117,7 @@ class Plan:
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
     compress: str = "none"
+    shares: str = "even"
 
     def __post_init__(self) -> None:
         if isinstance(self.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # it may come from JSON
@@ -178,6 +183,8 @@ class Plan:
             object.__setattr__(self, "exchange", "server")
             object.__setattr__(self, "staleness", None)
         check_exchange(self)
+        object.__setattr__(self, "shares", complete_shares(self.shares))
+        check_shares(self)
 
     @property
     def mesh(self) -> Mesh:
@@ -195,6 +202,11 @@ class Plan:
         return self.exchange in ("local_sgd", "diloco")
 
     @property
+    def algorithm(self) -> str:
+        """By which algorithm replicas add up; "": by that of what they talk through."""
+        return self.exchange if self.exchange in ALGORITHMS else ""
+
+    @property
     def exempt(self) -> str:
         """The setting because of which the plan need not equal one device; "" if it promises to."""
         return exempt_setting(self)
@@ -209,12 +221,31 @@ class Plan:
         """Pieces that one global batch is cut into: dp * microbatches."""
         return self.dp * self.microbatches
 
+    def sizes(self, num_samples: int, shares: Sequence[int] = ()) -> list[int]:
+        """Samples of each chunk of a batch, in order of chunks. shares: of the replicas, relative; default: this plan's, even when they are measured.
+
+        >>> Plan(dp=2, microbatches=2).sizes(10), Plan(dp=2, microbatches=2, shares="4+1").sizes(10)
+        ([3, 3, 2, 2], [4, 4, 1, 1])
+        """
+        shares = shares or fixed_shares(self.shares)
+        if not shares:
+            return chunk_sizes(num_samples, self.num_chunks)
+        return [size for mine in apportion(num_samples, shares) for size in chunk_sizes(mine, self.microbatches)]
+
+    def largest_share(self, num_samples: int) -> list[int]:
+        """Samples of each microbatch, those without any left out, of the replica that has most of a batch: the first of them."""
+        sizes, m = self.sizes(num_samples), self.microbatches
+        return [size for size in max((sizes[start : start + m] for start in range(0, len(sizes), m)), key=sum) if size]
+
     def check_batch(self, batch_size: int) -> None:
         """Raise `PlanError` if a batch of `batch_size` samples cannot be run under this plan."""
-        if self.sync_batch_norm and batch_size < self.num_chunks:
+        if self.sync_batch_norm and not all(self.sizes(batch_size)):
+            cut, way_out = "", f"Use at most {batch_size} chunks"
+            if self.shares != "even":
+                cut, way_out = f", shares={self.shares}", "Use fewer chunks or shares that differ less"
             raise PlanError(
-                f"A batch of {batch_size} samples cannot fill {self.num_chunks} chunks (dp={self.dp} x microbatches={self.microbatches}), "
-                f"and sync_batch_norm needs a sample in each. Use at most {batch_size} chunks, or drop_last=True if this is the short last batch."
+                f"A batch of {batch_size} samples cannot fill {self.num_chunks} chunks (dp={self.dp} x microbatches={self.microbatches}{cut}), "
+                f"and sync_batch_norm needs a sample in each. {way_out}, or drop_last=True if this is the short last batch."
             )
 
     @staticmethod

@@ -6,9 +6,11 @@ import difflib
 import math
 from typing import Protocol
 
+from meshloom.costs import ALGORITHMS
 from meshloom.errors import PlanError
 
-EXCHANGES = ("all_reduce", "server", "async", "local_sgd", "diloco")
+EXCHANGES = ("all_reduce", *ALGORITHMS, "server", "async", "local_sgd", "diloco")
+SCATTERING = ("ring", "halving")  # those of ALGORITHMS that scatter what they sum: zero=1 needs that
 COMPRESS = ("none", "bf16", "powersgd", "topk")
 DEFAULT_RANK = 4  # of powersgd: Vogels et al. use 1 to 4
 DEFAULT_SHARE = 0.01  # of topk
@@ -55,9 +57,10 @@ def check_exchange(plan: ExchangeSettings) -> None:
     _check_ranges(plan)
     _check_belongs(plan)
     exchange = plan.exchange
+    sums_up = exchange == "all_reduce" or exchange in ALGORITHMS
     if plan.compress != "none":
-        if exchange != "all_reduce" or plan.zero:
-            why = f"exchange={exchange}" if exchange != "all_reduce" else f"zero={plan.zero}"
+        if not sums_up or plan.zero:
+            why = f"zero={plan.zero}" if sums_up else f"exchange={exchange}"
             raise PlanError(
                 f"compress={plan.compress} works on gradients that are all-reduced, and {why} sends something else. Leave one of them out."
             )
@@ -71,6 +74,13 @@ def check_exchange(plan: ExchangeSettings) -> None:
         raise PlanError(f"exchange={exchange} is between replicas, and dp=1. Use dp=2 or more, or leave exchange out.")
     if exchange == "server" and plan.servers > plan.dp:
         raise PlanError(f"servers={plan.servers} share the ranks of dp={plan.dp} replicas. Use servers={plan.dp} or less.")
+    if plan.zero and exchange in SCATTERING:
+        return
+    if plan.zero and exchange in ALGORITHMS:
+        raise PlanError(
+            f"zero={plan.zero} gives each replica its part of the sums, and with exchange={exchange} they are made whole. "
+            f"Use exchange={' or '.join(SCATTERING)}, or leave zero out."
+        )
     if plan.zero:
         who = (
             "each of them updates all parameters. Leave zero out"
@@ -78,7 +88,7 @@ def check_exchange(plan: ExchangeSettings) -> None:
             else "the servers do. Use servers=2 or more, and leave zero out"
         )
         raise PlanError(f"zero={plan.zero} divides the optimizer state over replicas, and with exchange={exchange} {who}.")
-    if plan.sync_batch_norm and exchange != "server":
+    if plan.sync_batch_norm and exchange != "server" and not sums_up:
         raise PlanError(
             f"sync_batch_norm=true joins the chunks of replicas that hold the same parameters, and with exchange={exchange} they do not. "
             "Use exchange=all_reduce or server, or sync_batch_norm=false."

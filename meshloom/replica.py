@@ -42,7 +42,7 @@ from meshloom.mesh import Axis
 from meshloom.pipeline.recorder import Recorder
 from meshloom.pipeline.run import Both
 from meshloom.pipeline.spans import SpanKind
-from meshloom.plan import Plan, chunk_sizes
+from meshloom.plan import Plan
 from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.staged import Staged
 from meshloom.state.alike import bytes_per_comparison, first_difference
@@ -56,6 +56,7 @@ from meshloom.state.model import build_model, copy_from_first, facts, state_of, 
 from meshloom.state.not_finite import find_not_finite
 from meshloom.state.optimizer import Updater
 from meshloom.state.outer_state import load_outer, outer_pieces
+from meshloom.state.pace import Pace
 from meshloom.state.shards import Shards
 from meshloom.state.sharing import why_separate
 from meshloom.state.tally import Tally
@@ -119,6 +120,7 @@ class Replica:
         self.observer: Observer | None = None
         self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
+        self.pace = Pace([self.replicas, seat.statistics], seat.device) if plan.shares == "measured" else None
         self.model = build_model(job, seat.device, dtype)
         self.named = trainable(self.model)
         self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
@@ -204,6 +206,8 @@ class Replica:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers change, parameters do not."""
         self._check_frozen()
         self.model.train() if not self.model.training else None
+        if self.pace:
+            self.pace.begin()
         self.exchange.begin_step()
         self._tally.begin()
         doing = self.seat.activity
@@ -216,6 +220,8 @@ class Replica:
         else:
             work = self._run_chunks(filled)
         doing.enter("exchanging", step)
+        if self.pace:
+            self.pace.end(sum(chunk.samples for chunk in filled))
         self.arrivals.append(time.monotonic())
         yield
         if work is not None:
@@ -479,7 +485,7 @@ class Replica:
         if self.plan.sync_batch_norm and self.plan.keyed_draws:
             m = self.plan.microbatches
             index = chunk.index % m
-            sizes = chunk_sizes(chunk.batch, self.plan.num_chunks)[index::m]
+            sizes = self.plan.sizes(chunk.batch)[index::m]
             rows = Rows(sum(sizes[: self.seat.place.dp]), chunk.samples, sum(sizes))
         seed_everything(chunk_seed(self.job.seed, chunk.step, index))
         seen = around.enter_context(observer.watch(chunk, self.model)) if observer else None

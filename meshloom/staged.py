@@ -35,7 +35,7 @@ from meshloom.pipeline.microbatches import Microbatches
 from meshloom.pipeline.run import Listener
 from meshloom.pipeline.schedule import Action
 from meshloom.pipeline.staging import Staging
-from meshloom.plan import Plan, chunk_sizes
+from meshloom.plan import Plan
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.data import to_device
 from meshloom.state.digest import digest
@@ -77,7 +77,7 @@ class Staged:
 
     def open(self, model: nn.Module) -> Steps[None]:
         """Read the loss, decide who holds what, and let go of the rest. All ranks call it; model: whole, and on rank 0 as it was built."""
-        size = chunk_sizes(self.job.batch_size, self.plan.num_chunks)[0]
+        size = self.plan.largest_share(self.job.batch_size)[0]
         batches = yield from on_first(self.seat.world, lambda: first_batches(self.job, 1, size), DataError)
         batch = to_device(batches[0] if batches else None, self.seat.device, self.dtype)
         stages = yield from self.staging.open(batch, self.seat.world, model)

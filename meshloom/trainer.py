@@ -18,9 +18,10 @@ from meshloom.asynchronous.settings import DEFAULT_SNAPSHOT_EVERY, Settings
 from meshloom.comm.activity import Phase
 from meshloom.comm.record import Count
 from meshloom.comm.turns import Steps, advance_one, run_in_steps
-from meshloom.comm.values import collect
+from meshloom.comm.values import agree, collect
 from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError
 from meshloom.exchange.elastic.circumstances import Circumstances
+from meshloom.exchange.proportion import EVERY_STEPS
 from meshloom.job import Job
 from meshloom.launch import World, launched_plan, open_world
 from meshloom.mesh import Axis
@@ -30,10 +31,13 @@ from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.recording import Recording, gather_timeline, is_kept, write_recording
 from meshloom.report.summary import Traffic, time_shares
+from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
+from meshloom.state.measured_shares import remeasure
 from meshloom.state.saving import save
+from meshloom.state.shares import Record, Shares
 from meshloom.state.team_data import open_team_reader
 
 T = TypeVar("T")
@@ -84,6 +88,7 @@ class Trainer:
         is an error where it is seen. `meshloom train` shares.
     circumstances, snapshot_every: with exchange=async, what happens on the virtual clock, and updates between the servers' snapshots (100). Such a run
         has no loop of one's own: `fit()` goes through it, and `asynchronous` has its model and its ages.
+    recorded_shares: with shares=measured, the shares of an earlier run (its `shares.record`) instead of measurements: the same chunks once more.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Trainer:
         listener: Listener | None = None,
         circumstances: Circumstances | None = None,
         snapshot_every: int | None = None,
+        recorded_shares: Record = (),
     ) -> None:
         if not isinstance(job, Job):
             raise JobError(f"Trainer takes a Job, not a {type(job).__name__}.")
@@ -120,6 +126,7 @@ class Trainer:
             raise PlanError(f"circumstances are of a virtual clock, which only exchange=async has, and the plan is {self.plan}. Leave them out.")
         if snapshot_every is not None and self.plan.exchange != "async":
             raise PlanError(f"snapshot_every={snapshot_every} is for the servers of exchange=async, and the plan is {self.plan}. Leave it out.")
+        self.shares = Shares(self.plan, recorded_shares)
         self._stack = ExitStack()
         self._readers: list[Reader] = []
         self._evaluation_data: Any = None
@@ -127,7 +134,7 @@ class Trainer:
         self._first_loss = math.nan
         self._timelines: list[Timeline] = []
         with self._stack as building:
-            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport))
+            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm))
             self._enter("setting up")
             if self.plan.exchange == "async":
                 settings = Settings(
@@ -145,13 +152,15 @@ class Trainer:
                 building.callback(replica.close)
             self._check_separate()
             self.together(lambda replica: replica.prepare())
+            self._open_shares(recorded_shares)
             if resume is not None:
                 self._resume(Path(resume))
             self._start_step = self._checked = self.next_step
             self._checks = self._evaluations = 0
             self._clock = _Clock()
             copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
-            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}"))
+            summed = f"; replicas add up by {self.plan.algorithm}, on messages" if self.plan.algorithm else ""
+            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}{summed}"))
             self._enter("between steps")
             self._stack = building.pop_all()
 
@@ -179,6 +188,8 @@ class Trainer:
         if self.next_step == self.steps:
             self.together(lambda replica: replica.settle())
         self._compare(batch.step)
+        if self._measures and self.next_step % EVERY_STEPS == 0:
+            self._remeasure()
         if self.plan.mesh.size > self.plan.dp and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
             self.together(lambda replica: replica.check_team(batch.step))
         self._enter("between steps")
@@ -204,6 +215,31 @@ class Trainer:
             self._checks += 1
             self._checked = self.next_step
 
+    def _open_shares(self, recorded: Record) -> None:
+        """Whether shares are measured here; all ranks have the same ones."""
+        self._measures = self.plan.shares == "measured" and not recorded and self.world.kind != "simulated"
+        if self.plan.shares != "measured":
+            return
+        self.together(lambda replica: agree(replica.seat.world, {"recorded_shares": self.shares.record}))
+        if self._measures and self.job.batch_size < self.plan.dp:
+            raise PlanError(
+                f"A batch of {how_many(self.job.batch_size, 'sample')} leaves some of dp={self.plan.dp} replicas without any, so their speed "
+                f"cannot be measured. Use dp={self.job.batch_size} or less, or a plan without shares=measured."
+            )
+        if not self._measures and not recorded:
+            self._tell(lambda: self.listener.note("shares=measured: simulated ranks have no speeds of their own, so shares stay as they are."))
+
+    def _remeasure(self) -> None:
+        """Change the shares of later steps if that pays."""
+
+        def decide(replica: Replica) -> Steps[str]:
+            assert replica.pace
+            return remeasure(replica.seat, replica.pace, self.shares, self.job.batch_size, self.steps)
+
+        note = self.together(decide)[0]
+        if note:
+            self._tell(lambda: self.listener.note(note))
+
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
         if self.asynchronous:
@@ -213,7 +249,8 @@ class Trainer:
         self._enter("evaluating")
         if self._evaluation_data is None:
             self._evaluation_data = build_dataset(self.job.evaluate.data, self.job.seed)
-        chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.readers) for replica in self.replicas]
+        shares = self.shares.of(max(self.next_step - 1, 0))
+        chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.readers, shares) for replica in self.replicas]
         self._evaluations += 1
         values = self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
         self._enter("between steps")
@@ -236,7 +273,7 @@ class Trainer:
                 self.next_step,
                 weights=weights,
                 pieces=pieces,
-                values={"updater": values, "seed": self.job.seed, "batch_size": self.job.batch_size},
+                values={"updater": values, "seed": self.job.seed, "batch_size": self.job.batch_size, "shares": self.shares.record},
                 fingerprint=replica.shards.fingerprint(replica.model),
                 plan_text=str(self.plan),
                 group=replica.seat.world,
@@ -337,9 +374,7 @@ class Trainer:
     def _in_lockstep(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
         # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
         turns = self.world.turns
-        if (
-            self.plan.mesh.size > self.plan.dp and len(self.replicas) > 1
-        ):  # stages and divided programs talk in forward and backward, and not all ranks alike
+        if self.plan.reads and len(self.replicas) > 1:  # programs talk in forward and backward, and when they are read, and not all ranks alike
             return turns.run([lambda replica=replica: _to_its_end(steps(replica), replica.seat) for replica in self.replicas])
         in_turns = self.plan.sync_batch_norm and len(self.replicas) > 1
 
@@ -361,8 +396,8 @@ class Trainer:
     def _open_reader(self, replica: Replica) -> Steps[Reader]:
         seat = replica.seat
         if seat.team is None:
-            return open_reader(self.job, self.plan, seat.readers, self.next_step, self.steps)
-        return open_team_reader(self.job, self.plan, seat.readers, seat.team, self.next_step, self.steps)
+            return open_reader(self.job, self.plan, seat.readers, self.next_step, self.steps, self.shares)
+        return open_team_reader(self.job, self.plan, seat.readers, seat.team, self.next_step, self.steps, self.shares)
 
     def _close_readers(self) -> None:
         for reader in self._readers:
@@ -388,7 +423,21 @@ class Trainer:
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.load(checkpoint.read, shapes, checkpoint.values["updater"])
         checkpoint.check_steps_left(self.steps)
+        self._go_on_with(checkpoint)
         self.next_step = checkpoint.step
+
+    def _go_on_with(self, checkpoint: Checkpoint) -> None:
+        """The shares of the run so far, where they are measured here too and over as many replicas."""
+        record: Record = checkpoint.values.get("shares", ())
+        if self.plan.shares != "measured" or not record or self.shares.record:
+            return
+        dp = len(record[0][1])
+        if dp == self.plan.dp:
+            self.shares = Shares(self.plan, record)
+        else:
+            self._tell(
+                lambda: self.listener.note(f"The shares in the checkpoint are of dp={dp} replicas, so shares begin even for dp={self.plan.dp}.")
+            )
 
     def _check_separate(self) -> None:
         models = [id(replica.model) for replica in self.replicas]

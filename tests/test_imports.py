@@ -34,12 +34,14 @@ ORDER = [
     ["loss"],
     ["job"],
     ["plan", "random", "cluster"],
-    ["plan_exchange"],
-    ["mesh"],
+    ["plan_exchange", "plan_shares"],
+    ["mesh", "costs"],
     ["errors"],
 ]
 LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}
-PLAIN_VALUES = {"mesh.py", "plan.py", "plan_exchange.py", "cluster.py", "errors.py", "pipeline/schedule.py"}  # import no torch
+PLAIN_VALUES = {  # import no torch
+    "mesh.py", "plan.py", "plan_exchange.py", "plan_shares.py", "cluster.py", "costs.py", "errors.py", "pipeline/schedule.py"
+}  # fmt: skip
 MAY_NAME_DISTRIBUTED = ("comm/", "launch/")
 MAY_READ_ENVIRONMENT = ("launch/environment.py",)
 OPTIONAL = {"matplotlib", "transformers", "sklearn", "psutil", "hypothesis", "pytest"}  # not there in every installation

@@ -41,6 +41,8 @@ shares = st.floats(0.0, 1.0, exclude_min=True)
 several = st.integers(2, 10**6)
 exchanges = st.one_of(
     st.builds(Plan, dp=several, exchange=st.just("server"), servers=st.integers(1, 2), overlap=st.booleans()),
+    st.builds(Plan, dp=several, exchange=st.sampled_from(["ring", "halving"]), zero=st.integers(0, 1), sync_batch_norm=st.booleans()),
+    st.builds(Plan, dp=several, exchange=st.sampled_from(["tree", "hierarchical"]), compress=st.sampled_from(["none", "bf16", "topk:0.1"])),
     st.builds(Plan, dp=counts, exchange=st.just("async"), servers=counts, staleness=st.none() | counts, rate_by_age=st.booleans()),
     st.builds(Plan, dp=several, exchange=st.just("local_sgd"), local_steps=counts),
     st.builds(
@@ -53,6 +55,7 @@ exchanges = st.one_of(
     ),
     st.builds(Plan, dp=several, compress=st.sampled_from(["bf16", "powersgd"]) | counts.map("powersgd:{}".format) | shares.map("topk:{}".format)),
 )
+divided = st.lists(st.integers(0, 10**6), min_size=2, max_size=6).filter(any).map(lambda each: Plan(dp=len(each), shares="+".join(map(str, each))))
 interleaved = st.builds(Plan, pp=st.integers(2, 9), schedule=st.just("interleaved"), virtual_stages=st.integers(2, 9))
 
 COMPRESS_SENTENCE = (
@@ -87,20 +90,21 @@ def test_the_strategy_covers_every_field():
         "outer_learning_rate",
         "outer_momentum",
         "compress",
+        "shares",
     }
 
 
-@given(plans | pipelines | interleaved | exchanges)
+@given(plans | pipelines | interleaved | exchanges | divided)
 def test_text_and_back_is_the_same_plan(plan: Plan):
     assert Plan.parse(str(plan)) == plan
 
 
-@given(plans | pipelines | interleaved | exchanges)
+@given(plans | pipelines | interleaved | exchanges | divided)
 def test_json_and_back_is_the_same_plan(plan: Plan):
     assert Plan.from_json(json.dumps(plan.to_dict())) == plan
 
 
-@given(plans | exchanges, plans | exchanges)
+@given(plans | exchanges | divided, plans | exchanges | divided)
 def test_plans_have_one_text_each(plan: Plan, other: Plan):
     assert (str(plan) == str(other)) == (plan == other)
 
@@ -168,15 +172,29 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "color=2",
             "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, sync_batch_norm, overlap, bucket_bytes, keyed_draws, tp_placements, "
             "memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, rate_by_age, local_steps, outer_learning_rate, outer_momentum, "
-            "compress.",
+            "compress, shares.",
         ),
         ("dp=2,exchange=servers", "exchange=servers is not known. Did you mean server?"),
-        ("dp=2,exchange=mail", "exchange=mail is not known. Known: all_reduce, server, async, local_sgd, diloco."),
+        ("dp=2,exchange=mail", "exchange=mail is not known. Known: all_reduce, ring, tree, halving, hierarchical, server, async, local_sgd, diloco."),
         ("exchange=server", "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
         ("exchange=async,staleness=0", "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
         (
             "dp=2,servers=2",
             "servers=2 is for exchange=server or exchange=async, and this plan has exchange=all_reduce. Use that, or leave servers out.",
+        ),
+        ("exchange=ring", "exchange=ring is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
+        (
+            "dp=2,exchange=tree,zero=1",
+            "zero=1 gives each replica its part of the sums, and with exchange=tree they are made whole. "
+            "Use exchange=ring or halving, or leave zero out.",
+        ),
+        (
+            "dp=2,exchange=ring,zero=1,compress=bf16",
+            "compress=bf16 works on gradients that are all-reduced, and zero=1 sends something else. Leave one of them out.",
+        ),
+        (
+            "dp=2,exchange=ring,servers=2",
+            "servers=2 is for exchange=server or exchange=async, and this plan has exchange=ring. Use that, or leave servers out.",
         ),
         ("dp=2,exchange=server,servers=3", "servers=3 share the ranks of dp=2 replicas. Use servers=2 or less."),
         ("dp=2,exchange=server,servers=0", "servers=0 must be 1 or more."),

@@ -15,8 +15,6 @@ ranks share a host. The rest goes straight over the group of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +23,10 @@ from torch import Tensor
 from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.mean import divide
+from meshloom.comm.patience import BackgroundWork, Patience
 from meshloom.comm.phases import PhasedLine, Phases
-from meshloom.errors import CollectiveError, PeerLostError
+from meshloom.errors import CollectiveError
 
-_GLANCE_SECONDS = 1.0  # after which a waiting rank looks for one that left
 _END_SECONDS = 5.0  # that threads are given to end
 
 
@@ -72,15 +70,14 @@ class HostsGroup(Group):
         self._hosts = tuple(tuple(ranks) for ranks in hosts)
         self._parts = parts
         self._members = tuple(members)
-        self._activity = activity or Activity()
-        self._who_left = who_left
-        self._aborted = False
         self._places = {rank: (host, index) for host, ranks in enumerate(self._hosts) for index, rank in enumerate(ranks)}
         self._host, self._index = self._places[parts.whole.rank]
         expected = parts.whole.size, len(self._hosts), *[len(self._hosts[0])] * 3
         found = len(self._places), *[group.size for group in (parts.across, parts.first, parts.last, parts.post)]
         if found != expected or {len(ranks) for ranks in self._hosts} != {len(self._hosts[0])}:
             raise CollectiveError(f"Hosts with ranks {list(self._hosts)} need the same number on each, and groups of these sizes; they are {found}.")
+        self.who_left = who_left
+        self._patience = Patience(self._members[self.rank], activity, who_left)
         self._line = PhasedLine(f"group of {self._members[self.rank]}")
 
     @property
@@ -198,7 +195,7 @@ class HostsGroup(Group):
         return self._parts.whole.scatter(output, tensors, source)
 
     def abort(self) -> None:
-        self._aborted = True
+        self._patience.aborted = True
         for group in self._parts.all:
             group.abort()
         self._line.close(_END_SECONDS)  # what its threads wait for fails now
@@ -208,25 +205,9 @@ class HostsGroup(Group):
         if not self._line.close(_END_SECONDS):
             self.abort()
 
-    def wait_for(self, operation: Future[None], what: str) -> None:
-        """Wait for an operation of this group, looking once a second for a rank that left."""
-        self._activity.waits()
-        here = self._members[self.rank]
-        while not wait_for_futures([operation], _GLANCE_SECONDS).done:
-            if left := self._who_left():
-                raise PeerLostError(f"{here} lost {left}, which has aborted, in {what}.")
-        if (error := operation.exception()) is not None:
-            if self._aborted:
-                raise PeerLostError(f"{here} has aborted its group: {what} cannot run.") from error
-            if isinstance(error, PeerLostError | CollectiveError):
-                raise type(error)(f"{error} This was a part of {what}.") from error
-            raise error
-        self._activity.goes_on()
-
     def _start(self, what: str, first: Callable[[], None], second: Callable[[], Sequence[Work]], third: Callable[[], None]) -> Work:
-        if self._aborted:
-            raise PeerLostError(f"{self._members[self.rank]} has aborted its group: {what} cannot run.")
-        return _HostsWork(self, self._line.start(Phases(first=first, second=second, third=third)), what)
+        self._patience.check(what)
+        return BackgroundWork(self._patience, self._line.start(Phases(first=first, second=second, third=third)), what)
 
     def _slices(self, flat: Tensor, host: int, *, filled: bool = True) -> Tensor:
         """Of `flat` [size * n] those of the ranks of a host, [k * n]; a part of `flat` if its ranks are numbered consecutively."""
@@ -235,20 +216,6 @@ class HostsGroup(Group):
         if _consecutive(ranks):
             return flat[ranks[0] * n : (ranks[-1] + 1) * n]
         return flat.view(self.size, n)[list(ranks)].view(-1) if filled else torch.empty(len(ranks) * n, dtype=flat.dtype)
-
-
-class _HostsWork(Work):
-    def __init__(self, group: HostsGroup, operation: Future[None], what: str) -> None:
-        self._group, self._operation, self._what = group, operation, what
-        self._done = False
-
-    def wait(self) -> None:
-        if not self._done:
-            self._group.wait_for(self._operation, self._what)
-            self._done = True
-
-    def is_finished(self) -> bool:
-        return self._done or self._operation.done()
 
 
 def _consecutive(ranks: Sequence[int]) -> bool:

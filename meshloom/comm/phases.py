@@ -11,18 +11,14 @@ use see one order too, as long as no group is used by both threads.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import TypeVar
 
 import torch
 
+from meshloom.comm.fifo_thread import FifoThread
 from meshloom.comm.group import Work
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +37,7 @@ class PhasedLine:
     """
 
     def __init__(self, name: str) -> None:
-        self._front, self._back = _Thread(f"{name}, first phases"), _Thread(f"{name}, last phases")
+        self._front, self._back = FifoThread(f"{name}, first phases"), FifoThread(f"{name}, last phases")
         self._front_failure: BaseException | None = None
         self._back_failure: BaseException | None = None
 
@@ -80,37 +76,3 @@ class PhasedLine:
         except BaseException as error:
             self._back_failure = error
             raise
-
-
-class _Thread:
-    """Runs functions one after another."""
-
-    def __init__(self, name: str) -> None:
-        self._line: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._line.put(run)
-        return future
-
-    def end(self) -> None:
-        """After what was submitted so far."""
-        self._line.put(None)
-
-    def ended_within(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (run := self._line.get()) is not None:
-            run()
-            del run  # with the tensors that it holds

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.comm.carrying import Waits
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.turns import Turns
 from meshloom.errors import CollectiveError, PeerLostError
@@ -46,6 +47,7 @@ class _Meeting:
         self.open: dict[int, list[_Call | None]] = {}
         self.mail: dict[tuple[int, int], deque[Tensor]] = {}  # (source, destination) -> sent, not yet received
         self.expected: dict[tuple[int, int], deque[tuple[Tensor, list[bool]]]] = {}  # and where it is to go, in the order asked for
+        self.under_way: list[deque[_UnderWay]] = [deque() for _ in range(size)]  # of each rank, in the order of their start
 
     def join(self, rank: int, call: _Call, run: Callable[[list[Any]], None]) -> Work:
         """Add a rank's call to its number; the last rank to come runs it."""
@@ -63,6 +65,18 @@ class _Meeting:
                 run([theirs.tensors for theirs in calls if theirs])
             del self.open[number]
         return _SimulatedWork(self, rank, lambda: number not in self.open, lambda: self._missing(number))
+
+    def advance(self) -> None:
+        """Let the operations that take several messages go on, the first of each rank, until none of them can."""
+        moved = True
+        with torch.no_grad():
+            while moved:
+                moved = False
+                for line in self.under_way:
+                    while line and line[0].advanced():
+                        moved = True
+                        if line[0].over:
+                            line.popleft()
 
     def _missing(self, number: int) -> str:
         calls = self.open[number]
@@ -85,6 +99,23 @@ class _SimulatedWork(Work):
 
     def is_finished(self) -> bool:
         return self._ready()
+
+
+class _UnderWay:
+    def __init__(self, steps: Waits) -> None:
+        self.over = False
+        self._steps = steps
+        self._needed: Work | None = None
+
+    def advanced(self) -> bool:
+        """Go on to the next work that is needed, unless the one before it is not over yet."""
+        if self._needed is not None:
+            if not self._needed.is_finished():
+                return False
+            self._needed.wait()
+        self._needed = next(self._steps, None)
+        self.over = self._needed is None
+        return True
 
 
 class SimulatedGroup(Group):
@@ -181,6 +212,17 @@ class SimulatedGroup(Group):
             return bool(done)
 
         return _SimulatedWork(self._meeting, self._rank, ready, lambda: f"rank {self._rank} waits for a message that rank {source} will not send.")
+
+    def go_on(self, what: str, steps: Waits) -> Work:
+        """Begin an operation of several messages. It goes on, after this rank's before it, whenever any rank of the group waits."""
+        operation = _UnderWay(steps)
+        self._meeting.under_way[self._rank].append(operation)
+
+        def ready() -> bool:
+            self._meeting.advance()
+            return operation.over
+
+        return _SimulatedWork(self._meeting, self._rank, ready, lambda: f"{what} on rank {self._rank} waits for messages that will not come.")
 
     def abort(self) -> None:
         self._meeting.aborted = True

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshloom.comm.activity import Activity
+from meshloom.comm.algorithms import SpelledOutGroup, spelled_out
 from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.group import Group
 from meshloom.comm.hosts import HostsGroup, HostsParts
@@ -32,27 +33,31 @@ class Connections:
         self._mesh, self._rank, self._store, self._transports = mesh, rank, store, transports
         self._device, self._timeout, self._activity = device, timeout, activity
         self.process_groups: list[dist.ProcessGroup] = []
-        self._open: list[ShmGroup | HostsGroup] = []
+        self._open: list[ShmGroup | HostsGroup | SpelledOutGroup] = []
         self._rounds = 0
 
-    def connect(self, members: Iterable[Sequence[int]], backend: str) -> Group:
+    def connect(self, members: Iterable[Sequence[int]], backend: str, algorithm: str = "") -> Group:
         """Make a group of each of `members`, which all ranks do together; the one that this rank is in.
 
         members: ascending ranks. backend: of torch.distributed; where it is gloo alone, shared memory takes its place as far as it reaches.
+        algorithm: by which its ranks add up, one of `ALGORITHMS`; "": by that of what they talk through.
         """
         self._rounds += 1
-        mine: Group | None = None
+        mine: C10dGroup | ShmGroup | HostsGroup | None = None
+        mine_of: Sequence[int] = ()
+        activity = Activity() if algorithm else self._activity  # what a thread waits for does not hold up this rank
         for ranks in members:
             hosts = self._transports.layers(ranks) if backend == "gloo" else None
             if hosts is None:
-                made = self._over_network(ranks, backend)
+                made = self._over_network(ranks, backend, activity)
             elif len(hosts) == 1:
-                made = self._within_host(ranks, "all") if self._rank in ranks else None
+                made = self._within_host(ranks, "all", activity) if self._rank in ranks else None
             else:
-                made = self._over_hosts(ranks, hosts)
-            mine = made or mine
+                made = self._over_hosts(ranks, hosts, activity)
+            if made is not None:
+                mine, mine_of = made, ranks
         assert mine
-        return mine
+        return self._spelled_out(mine, mine_of, algorithm) if algorithm and mine.size > 1 else mine
 
     def close(self) -> None:
         """End what is not of torch.distributed. No rank waits for another here."""
@@ -82,8 +87,21 @@ class Connections:
         self._open.append(group)
         return group
 
-    def _over_hosts(self, ranks: Sequence[int], hosts: Hosts) -> HostsGroup | None:
-        whole = self._over_network(ranks, "gloo")
+    def _spelled_out(self, group: C10dGroup | ShmGroup | HostsGroup, ranks: Sequence[int], algorithm: str) -> SpelledOutGroup:
+        at = {number: host for host, numbers in enumerate(self._transports.layout(ranks)) for number in numbers}
+        made = spelled_out(
+            group,
+            algorithm,
+            hosts=[at[number] for number in range(len(ranks))],
+            name=rank_name(self._rank, self._mesh),
+            activity=self._activity,
+            who_left=(lambda: None) if isinstance(group, ShmGroup) else group.who_left,
+        )
+        self._open.append(made)
+        return made
+
+    def _over_hosts(self, ranks: Sequence[int], hosts: Hosts, activity: Activity) -> HostsGroup | None:
+        whole = self._over_network(ranks, "gloo", activity)
         in_background = Activity()  # what threads wait for does not hold up this rank
         between: C10dGroup | None = None
         for column in zip(*hosts, strict=True):
@@ -97,12 +115,12 @@ class Connections:
             HostsParts(
                 first=self._within_host(here, "first", in_background),
                 last=self._within_host(here, "last", in_background),
-                post=self._within_host(here, "post"),
+                post=self._within_host(here, "post", activity),
                 across=between,
                 whole=whole,
             ),
             self._names(ranks),
-            self._activity,
+            activity,
             whole.who_left,
         )
         self._open.append(group)

@@ -36,8 +36,12 @@ from meshloom.mesh import Mesh
 FAREWELL_SECONDS = 5.0  # how long a rank that is done waits for the others before its connections close
 
 
-def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: str = "auto") -> World:
-    """Meet the other ranks in the store, agree on devices and on what to talk through, connect. Raises `PeerLostError` if they do not come within `timeout`."""
+def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: str = "auto", algorithm: str = "") -> World:
+    """Meet the other ranks in the store, agree on devices and on what to talk through, connect.
+
+    algorithm: of `open_world`.
+    Raises `PeerLostError` if the others do not come within `timeout`, `DeviceError` for an algorithm where ranks have GPUs.
+    """
     tell({"event": "joining"})
     activity = _open_activity()
     activity.enter("joining")
@@ -49,6 +53,11 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: st
         store = dist.PrefixStore(f"meshloom/{opened}", store)
         store.set_timeout(timeout)
         kind, device, reason = _agreed_device(seat, devices, store)
+        if algorithm and kind == "cuda":
+            raise DeviceError(
+                f"exchange={algorithm} adds up on CPUs, and each rank has a GPU, where NCCL has rings and trees of its own. "
+                "Use exchange=all_reduce, or devices=cpu."
+            )
         both = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if ours:
             dist.init_process_group(both, store=dist.PrefixStore("world", store), rank=seat.rank, world_size=seat.size, timeout=timeout)
@@ -60,7 +69,7 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: st
             rank=seat.rank,
             place=mesh.place(seat.rank),
             device=device,
-            groups={axis: RecordedGroup(connect(mesh.groups(axis), both), axis) for axis in used_axes(mesh)},
+            groups={axis: RecordedGroup(connect(mesh.groups(axis), both, algorithm if axis == "dp" else ""), axis) for axis in used_axes(mesh)},
             statistics=RecordedGroup(connect(mesh.groups("dp"), both), "dp"),
             world=world,
             team=connect(mesh.teams(), "gloo") if mesh.size > mesh.dp else None,

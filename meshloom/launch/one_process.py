@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from meshloom.comm.algorithms import spelled_out
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Turns
 from meshloom.errors import DeviceError
 from meshloom.launch.devices import Kind
-from meshloom.launch.wording import counted, used_axes, visible_gpus
+from meshloom.launch.wording import counted, rank_name, used_axes, visible_gpus
 from meshloom.launch.world import LocalRank, World
 from meshloom.mesh import Axis, Mesh
 
 
-def world_in_one_process(mesh: Mesh, devices: str) -> World:
-    """All ranks of `mesh` in turns; several go round the GPUs, if on GPUs at all. Raises `DeviceError` if there is none."""
+def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World:
+    """All ranks of `mesh` in turns; several go round the GPUs, if on GPUs at all. Raises `DeviceError` if there is none.
+
+    algorithm: of `open_world`. Replicas are taken to be on different hosts two by two, so that the hierarchical one has something to do.
+    """
     num_gpus = torch.cuda.device_count()
     if "cuda" in devices and not num_gpus:
         raise DeviceError(f"devices={devices} needs a GPU, and none is visible. Use devices={'simulated' if ':' in devices else 'cpu'}.")
@@ -38,7 +42,11 @@ def world_in_one_process(mesh: Mesh, devices: str) -> World:
     statistics: dict[int, Group] = {}
     for axis in used_axes(mesh):
         for members in mesh.groups(axis):
-            groups.update(zip([(axis, rank) for rank in members], simulated_groups(len(members), turns), strict=True))
+            made: list[Group] = [*simulated_groups(len(members), turns)]
+            if algorithm and axis == "dp":
+                hosts = [number // 2 for number in range(len(members))]
+                made = [spelled_out(group, algorithm, hosts=hosts, name=rank_name(rank, mesh)) for rank, group in zip(members, made, strict=True)]
+            groups.update(zip([(axis, rank) for rank in members], made, strict=True))
     readers: dict[int, Group] = {}
     teams: dict[int, Group] = {}
     for members in mesh.groups("dp"):

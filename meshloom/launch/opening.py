@@ -15,12 +15,13 @@ from meshloom.launch.world import World
 from meshloom.mesh import Mesh
 
 
-def open_world(mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0, transport: str = "auto") -> World:
+def open_world(mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0, transport: str = "auto", algorithm: str = "") -> World:
     """Join the other processes if this one was started as a rank; otherwise keep all ranks in this process.
 
     devices: one of `DEVICES`.
     timeout_seconds: how long a rank waits for the others, in joining and in every collective, before it gives up.
     transport: one of `TRANSPORTS`: what processes talk through.
+    algorithm: by which ranks along dp add up, one of `ALGORITHMS`; "": by that of what they talk through.
     Raises `PlanError` if the mesh has another size than there are processes, `DeviceError` if the devices or the transport are not there.
     """
     check_devices(devices)
@@ -36,5 +37,5 @@ def open_world(mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0
             f"Start {mesh.size} (torchrun --nproc-per-node {mesh.size} on one machine), or use a plan of {size}, like dp={size}."
         )
     if seat and size > 1:
-        return join(mesh, seat, devices, timedelta(seconds=timeout_seconds), transport)
-    return world_in_one_process(mesh, devices)
+        return join(mesh, seat, devices, timedelta(seconds=timeout_seconds), transport, algorithm)
+    return world_in_one_process(mesh, devices, algorithm)

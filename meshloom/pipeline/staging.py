@@ -28,7 +28,7 @@ from meshloom.graph.stages import Stage, cut_into_stages, users_of
 from meshloom.job import Job, LossFunction
 from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
-from meshloom.plan import Plan, chunk_sizes
+from meshloom.plan import Plan
 
 Key = tuple[LossFunction, bool, Shapes]
 
@@ -67,8 +67,8 @@ class Staging:
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of each microbatch of the first replica in a full batch."""
-        return [size for size in chunk_sizes(self._job.batch_size, self._plan.num_chunks)[: self._plan.microbatches] if size]
+        """Samples of each microbatch in a full batch, of the replica that has most."""
+        return self._plan.largest_share(self._job.batch_size)
 
     def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[tuple[Stage, ...]]:
         """Read the loss of batches like `batch`, divide it, cut it. All ranks of `world` call it; batch and model count on its rank 0."""

@@ -12,7 +12,7 @@ from meshloom.graph.rates import rates_of
 from meshloom.graph.rules.table import rules_with
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
-from meshloom.plan import Plan, chunk_sizes
+from meshloom.plan import Plan
 from meshloom.state.samples import first_batches
 
 
@@ -23,7 +23,7 @@ def divided(job: Job, plan: Plan, *, batch_size: int | None = None, machine: Mac
 
     Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be divided as the plan asks.
     """
-    (batch,) = first_batches(job, 1, chunk_sizes(batch_size or job.batch_size, plan.num_chunks)[0])
+    (batch,) = first_batches(job, 1, plan.largest_share(batch_size or job.batch_size)[0])
     program = capture_shapes(job, batch)
     priced = costs(program)
     layout = layout_of(program, rules_with(job.rules))

@@ -19,7 +19,7 @@ from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.simulate import Simulated, simulate
 from meshloom.pipeline.traffic import Traffic, traffic_of_stages
-from meshloom.plan import SCHEDULES, Plan, chunk_sizes
+from meshloom.plan import SCHEDULES, Plan
 from meshloom.state.samples import first_batches
 
 WORTH = 0.03  # of the time: what is gained by less is not spoken of
@@ -97,7 +97,7 @@ class _Reader:
         self._read: dict[int, tuple[Program, dict[str, Cost]]] = {}
 
     def stage_plan(self, plan: Plan, *, with_traffic: bool) -> StagePlan:
-        sizes = [size for size in chunk_sizes(self.batch_size, plan.num_chunks)[: plan.microbatches] if size]
+        sizes = plan.largest_share(self.batch_size)
         schedule = schedule_of(plan, len(sizes))
         program, _ = self._program(sizes[0])
         machine = self._machine if self._machine is not None and self._machine.device == program.device.type else None

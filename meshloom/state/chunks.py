@@ -6,12 +6,13 @@ a batch of 10 samples, dp=2, microbatches=2:    replica 0: chunks 0 (3), 1 (3)  
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from meshloom.comm.turns import Steps
-from meshloom.plan import Plan, chunk_sizes
+from meshloom.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,15 @@ class Cut:
         return self.stop - self.start
 
 
-def cut_batch(num_samples: int, plan: Plan) -> list[Cut]:
-    """All chunks of a batch of `num_samples`, in order: contiguous, larger ones first.
+def cut_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[Cut]:
+    """All chunks of a batch of `num_samples`, in order: contiguous, larger ones first within a share. shares: as of `Plan.sizes`.
 
     >>> cut_batch(3, Plan(dp=2))
     [Cut(index=0, start=0, stop=2), Cut(index=1, start=2, stop=3)]
+    >>> cut_batch(5, Plan(dp=2), (1, 4))
+    [Cut(index=0, start=0, stop=1), Cut(index=1, start=1, stop=5)]
     """
-    sizes = chunk_sizes(num_samples, plan.num_chunks)
+    sizes = plan.sizes(num_samples, shares)
     return [Cut(index, stop - size, stop) for index, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))]
 
 

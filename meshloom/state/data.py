@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,15 +17,17 @@ from meshloom.random import derive, preserved_draws
 from meshloom.state.chunks import Chunk, Reader
 from meshloom.state.map_data import MapReader, map_chunks
 from meshloom.state.reading import seed_draws
+from meshloom.state.shares import Shares
 from meshloom.state.stream_data import StreamReader
 from meshloom.state.to_device import to_device
 
 __all__ = ["Chunk", "Reader", "build_dataset", "evaluation_chunks", "open_reader", "to_device"]
 
 
-def open_reader(job: Job, plan: Plan, group: Group, start_step: int, stop_step: int) -> Steps[Reader]:
+def open_reader(job: Job, plan: Plan, group: Group, start_step: int, stop_step: int, shares: Shares | None = None) -> Steps[Reader]:
     """Build the job's data and read it from `start_step` up to `stop_step`; replica = `group.rank`, of `plan.dp` in `group`.
 
+    shares: of the run, if they may change; the process asks for those of a step when it begins to read it.
     Raises `DataError` when the ranks built different
     data or there is none, `JobError` for what is no dataset, `PlanError` when a batch cannot be run under `plan`.
     """
@@ -38,9 +40,10 @@ def open_reader(job: Job, plan: Plan, group: Group, start_step: int, stop_step: 
         "Job(data=...) must build the same dataset on every rank.",
         DataError,
     )
+    shares = shares or Shares(plan)
     if num_samples is None:
-        return StreamReader(dataset, job, plan, group, start_step, stop_step)
-    return MapReader(dataset, num_samples, job, plan, group.rank, start_step, stop_step)
+        return StreamReader(dataset, job, plan, shares, group, start_step, stop_step)
+    return MapReader(dataset, num_samples, job, plan, shares, group.rank, start_step, stop_step)
 
 
 def build_dataset(build: Callable[[], Any], seed: int) -> Any:
@@ -50,9 +53,10 @@ def build_dataset(build: Callable[[], Any], seed: int) -> Any:
         return build()
 
 
-def evaluation_chunks(dataset: Any, job: Job, plan: Plan, group: Group) -> Iterator[Chunk]:
+def evaluation_chunks(dataset: Any, job: Job, plan: Plan, group: Group, shares: Sequence[int] = ()) -> Iterator[Chunk]:
     """This replica's part of `dataset` in order, once: batches of `job.batch_size` cut as in training, empty chunks left out.
 
+    shares: as of `Plan.sizes`.
     `step` of a chunk is the number of its batch. Draws made while reading are the same in every evaluation. Replicas may get
     different numbers of chunks; none of them waits for another. Raises as `open_reader` does, before the first chunk.
     """
@@ -62,7 +66,7 @@ def evaluation_chunks(dataset: Any, job: Job, plan: Plan, group: Group) -> Itera
         )
     if not len(dataset):
         raise DataError("The evaluation dataset is empty. Evaluate(data=...) must build one with samples.")
-    return map_chunks(dataset, job, plan, group.rank)
+    return map_chunks(dataset, job, plan, group.rank, shares)
 
 
 def is_stream(dataset: Any, where: str) -> bool:

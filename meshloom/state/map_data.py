@@ -6,7 +6,7 @@ whichever rank or worker reads it, and after a resume.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from meshloom.errors import DataError
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.random import sample_order, sample_seed
-from meshloom.state.chunks import Chunk, Reader, cut_batch, share_of
+from meshloom.state.chunks import Chunk, Cut, Reader, cut_batch, share_of
 from meshloom.state.reading import Collation, Failure, read_ahead, seed_draws
+from meshloom.state.shares import Shares
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,13 @@ class Batches:
 class MapReader(Reader):
     """The chunks of one replica, read by one loader for the whole run."""
 
-    def __init__(self, dataset: Any, num_samples: int, job: Job, plan: Plan, replica: int, start_step: int, stop_step: int) -> None:
+    def __init__(self, dataset: Any, num_samples: int, job: Job, plan: Plan, shares: Shares, replica: int, start_step: int, stop_step: int) -> None:
         self._source = ChunkSource(dataset, job)
         self._num_samples = num_samples
         self._batches = Batches(job, num_samples)
         self._num_workers = job.num_workers
         self._plan = plan
+        self._shares = shares
         self._replica = replica
         self._stop_step = stop_step
         for step in (start_step, start_step + self._batches.per_epoch - 1 - start_step % self._batches.per_epoch):  # the latter may be short
@@ -105,7 +107,7 @@ class MapReader(Reader):
         assert step < self._stop_step, f"step {step} of a run that ends before step {self._stop_step}"
         if step != self._next_step:
             self._go_to(step)
-        cuts = share_of(self._replica, cut_batch(self._batches.size(step), self._plan), self._plan)
+        cuts = self._cuts(step, self._batches.size(step))
         chunks = [Chunk(step, self._batches.size(step), cut.index, cut.samples, next(self._items) if cut.samples else None) for cut in cuts]
         self._next_step = step + 1
         return chunks
@@ -123,22 +125,25 @@ class MapReader(Reader):
         """What this replica reads from `start_step` to the end of the run."""
         for step in range(start_step, self._stop_step):
             epoch, indices = self._batches.of(step)
-            for cut in share_of(self._replica, cut_batch(len(indices), self._plan), self._plan):
+            for cut in self._cuts(step, len(indices)):
                 if cut.samples:
                     yield Request(step, cut.index, epoch, indices[cut.start : cut.stop])
+
+    def _cuts(self, step: int, num_samples: int) -> list[Cut]:
+        return share_of(self._replica, cut_batch(num_samples, self._plan, self._shares.of(step)), self._plan)
 
 
 EVALUATION = -1  # the epoch that draws belong to while evaluation data is read
 
 
-def map_chunks(dataset: Any, job: Job, plan: Plan, replica: int) -> Iterator[Chunk]:
-    """The chunks of `replica` of one pass over `dataset` in order, those with samples."""
+def map_chunks(dataset: Any, job: Job, plan: Plan, replica: int, shares: Sequence[int] = ()) -> Iterator[Chunk]:
+    """The chunks of `replica` of one pass over `dataset` in order, those with samples. shares: as of `Plan.sizes`."""
     starts = range(0, len(dataset), job.batch_size)
     batches = [range(start, min(start + job.batch_size, len(dataset))) for start in starts]
     requests = [
         Request(step, cut.index, EVALUATION, list(batch[cut.start : cut.stop]))
         for step, batch in enumerate(batches)
-        for cut in share_of(replica, cut_batch(len(batch), plan), plan)
+        for cut in share_of(replica, cut_batch(len(batch), plan, shares), plan)
         if cut.samples
     ]
     items = read_ahead(ChunkSource(dataset, job), min(job.num_workers, len(requests)), requests)

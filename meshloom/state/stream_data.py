@@ -25,6 +25,7 @@ from meshloom.plan import Plan
 from meshloom.random import derive, sample_seed
 from meshloom.state.chunks import Chunk, Reader, cut_batch
 from meshloom.state.reading import Collation, Failure, read_ahead, seed_draws
+from meshloom.state.shares import Shares
 
 Sample = tuple[str, Any]  # what an error calls it, and the sample itself
 
@@ -32,10 +33,11 @@ Sample = tuple[str, Any]  # what an error calls it, and the sample itself
 class StepSource(IterableDataset[Any]):
     """A stream whose items are the chunks of whole steps: a list of `Chunk`, or the `Failure` to read it."""
 
-    def __init__(self, dataset: Any, job: Job, plan: Plan, start_step: int, stop_step: int) -> None:
+    def __init__(self, dataset: Any, job: Job, plan: Plan, shares: Shares, start_step: int, stop_step: int) -> None:
         self._dataset = dataset
         self._job = job
         self._plan = plan
+        self._shares = shares
         self._steps = range(start_step, stop_step)
         self._collate = Collation(job)
 
@@ -46,7 +48,7 @@ class StepSource(IterableDataset[Any]):
                 yield batch
                 return
             chunks: list[Chunk] = []
-            for cut in cut_batch(len(batch), self._plan):
+            for cut in cut_batch(len(batch), self._plan, self._shares.of(step)):
                 names, samples = zip(*batch[cut.start : cut.stop], strict=True) if cut.samples else ((), ())
                 data = self._collate(list(samples), step, cut.index, names) if cut.samples else None
                 if isinstance(data, Failure):
@@ -106,16 +108,22 @@ def _dry(epoch: int, num_samples: int, job: Job) -> str:
 class StreamReader(Reader):
     """The chunks of one replica, dealt out by rank 0 of `group`, which alone opens the stream."""
 
-    def __init__(self, dataset: Any, job: Job, plan: Plan, group: Group, start_step: int, stop_step: int) -> None:
+    def __init__(self, dataset: Any, job: Job, plan: Plan, shares: Shares, group: Group, start_step: int, stop_step: int) -> None:
         if job.num_workers > 1:
             raise JobError(
                 f"num_workers={job.num_workers} would read every sample of an iterable dataset {job.num_workers} times. "
                 "Use num_workers=1, which reads ahead in a process of its own, or a map-style dataset."
             )
+        if job.num_workers and plan.shares == "measured":
+            raise JobError(
+                f"num_workers={job.num_workers} cuts batches of an iterable dataset ahead of time, in a process that does not learn of new shares. "
+                "Use num_workers=0, a map-style dataset, or a plan without shares=measured."
+            )
         plan.check_batch(job.batch_size)
         self._dataset = dataset if group.rank == 0 else None
         self._job = job
         self._plan = plan
+        self._shares = shares
         self._group = group
         self._stop_step = stop_step
         self._go_to(start_step)
@@ -147,7 +155,7 @@ class StreamReader(Reader):
             self.close()
         self._next_step = step
         if self._group.rank == 0:
-            self._items = read_ahead(StepSource(self._dataset, self._job, self._plan, step, self._stop_step), self._job.num_workers)
+            self._items = read_ahead(StepSource(self._dataset, self._job, self._plan, self._shares, step, self._stop_step), self._job.num_workers)
         else:
             self._items = _nothing()
 

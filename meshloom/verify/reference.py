@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -58,12 +59,21 @@ class Reference:
 
     The last step can be run again in other ways (`evidence`, `whole_batch`) until the next one.
     dtype: run in this precision instead of the job's own.
+    shares: (first step, shares of the replicas from there on), in order, where a plan's shares change during the run.
     """
 
-    def __init__(self, job: Job, plan: Plan, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        shares: Sequence[tuple[int, Sequence[int]]] = (),
+    ) -> None:
         self.job = job
         self.plan = plan
         self.dtype = dtype
+        self._recorded_shares = shares
         self.device = torch.device(device)
         with preserved_draws():
             seed_everything(model_seed(job.seed))
@@ -231,7 +241,7 @@ class Reference:
         dp, m = self.plan.dp, self.plan.microbatches
         if synchronised and self.plan.sync_batch_norm:
             self.plan.check_batch(len(samples))
-        sizes = [len(samples) // (dp * m) + (1 if chunk < len(samples) % (dp * m) else 0) for chunk in range(dp * m)]
+        sizes = self._sizes(len(samples))
         pieces = [samples[sum(sizes[:chunk]) : sum(sizes[: chunk + 1])] for chunk in range(dp * m)]
         if synchronised and self.plan.sync_batch_norm:
             for j in range(m):
@@ -246,6 +256,21 @@ class Reference:
                     yield Share(key=chunk % m, samples=piece, members=members, rows=rows)
                 elif piece:
                     yield Share(key=chunk, samples=piece, members=members)
+
+    def _sizes(self, num_samples: int) -> list[int]:
+        """Samples of each chunk of the last step's batch: those of a replica are as equal as can be, and so are all chunks where nobody set shares."""
+        dp, m = self.plan.dp, self.plan.microbatches
+        shares: Sequence[int] = () if self.plan.shares in ("even", "measured") else [int(each) for each in self.plan.shares.split("+")]
+        for first, changed in self._recorded_shares:
+            shares = changed if first <= self._number else shares
+        if not shares:
+            return _split(num_samples, dp * m)
+        quotas = [Fraction(num_samples * each, sum(shares)) for each in shares]
+        counts = [math.floor(quota) for quota in quotas]
+        while sum(counts) < num_samples:  # the one furthest below its quota, the first of several
+            behind = [quota - count for quota, count in zip(quotas, counts, strict=True)]
+            counts[behind.index(max(behind))] += 1
+        return [size for count in counts for size in _split(count, m)]
 
     def _run(self, share: Share) -> _Ran:
         batch = convert(self._collate(share.samples, share.key), self.device, self.dtype)
@@ -311,6 +336,10 @@ class Reference:
                 with torch.no_grad():
                     for name, value in self._state():
                         value.copy_(after[name])
+
+
+def _split(num_samples: int, parts: int) -> list[int]:
+    return [num_samples // parts + (1 if part < num_samples % parts else 0) for part in range(parts)]
 
 
 def _as_sum(value: Any, samples: int) -> tuple[Tensor, float]:

@@ -18,7 +18,7 @@ from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect
 from meshloom.errors import PlanError
 from meshloom.job import Job
-from meshloom.plan import Plan, chunk_sizes
+from meshloom.plan import Plan
 from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener
 from meshloom.state.data import Chunk, to_device
@@ -53,17 +53,19 @@ def verify(
     """
     check_promised(plan)
     keyed = replace(plan, keyed_draws=True)
+    recorded = _changing_shares(plan, steps)
     quiet = Listener(started=lambda text: None)  # the report says it
     with Trainer(
-        job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet
-    ) as trainer:
+        job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet,
+        recorded_shares=recorded,
+    ) as trainer:  # fmt: skip
         owned = trainer.together(_owned)[0]
         records = _plan_steps(trainer, dtype)
         if not trainer.world.main:
             for _ in records:
                 pass
             return None
-        reference = Reference(job, keyed, dtype, trainer.replicas[0].seat.device)
+        reference = Reference(job, keyed, dtype, trainer.replicas[0].seat.device, recorded)
         found = hold_against(reference, records)
         causes = [*found.causes, *([] if all(step.passed for step in found.steps) else _of_division(trainer, job, keyed, dtype))]
         return Report(
@@ -81,13 +83,20 @@ def check_promised(plan: Plan) -> None:
         )
 
 
+def _changing_shares(plan: Plan, steps: int) -> list[tuple[int, tuple[int, ...]]]:
+    """What is verified where shares are measured: others in every step after the first, because what they are must not matter."""
+    if plan.shares != "measured":
+        return []
+    return [(step, tuple(1 + (replica + step) % plan.dp for replica in range(plan.dp))) for step in range(1, max(steps, 2))]
+
+
 def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
     """Where a divided program is wrong, if it is."""
     replica = trainer.replicas[0]
     if replica.staged is None or replica.staged.division is None:
         return []
     device = replica.seat.device
-    (batch,) = first_batches(job, 1, chunk_sizes(job.batch_size, plan.num_chunks)[0])
+    (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
     return [Cause("division", first_difference(replica.staged.division.first, build_model(job, device, dtype), to_device(batch, device, dtype)))]
 
 

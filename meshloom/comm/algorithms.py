@@ -1,0 +1,242 @@
+"""A group whose all-reduce is spelled out: as a ring, a tree, by halving or by hosts, on `send` and `recv` of the group underneath.
+
+    ring           reduce_scatter and all_gather too
+    tree           broadcast too
+    halving        reduce_scatter and all_gather too
+    hierarchical
+
+Every other call goes through. All pass one line, first in, first out, which goes on by itself: on processes in a thread, on simulated ranks
+whenever one of them waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.activity import Activity
+from meshloom.comm.background import Background
+from meshloom.comm.carrying import CHUNK_BYTES, Waits, carry_out, combine, in_chunks
+from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.halving import doubling_all_gather, halving, halving_reduce_scatter
+from meshloom.comm.hierarchical import hierarchical
+from meshloom.comm.moves import AllReduceMoves, Move, divided
+from meshloom.comm.patience import Patience
+from meshloom.comm.ring import all_gather as ring_all_gather
+from meshloom.comm.ring import ring, scatter_reduce
+from meshloom.comm.simulated import SimulatedGroup
+from meshloom.comm.tree import tree, tree_broadcast
+from meshloom.costs import ALGORITHMS
+from meshloom.errors import CollectiveError
+
+_END_SECONDS = 5.0  # that the thread is given to end
+_KEPT = 256  # lists of moves: a training job has as many as buckets
+
+
+def spelled_out(
+    group: Group,
+    algorithm: str,
+    *,
+    hosts: Sequence[int] | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    name: str = "",
+    activity: Activity | None = None,
+    who_left: Callable[[], str | None] = lambda: None,
+) -> SpelledOutGroup:
+    """`group` with collectives of `algorithm`, one of `ALGORITHMS`. Whoever makes it closes it, before `group`, which nobody else uses meanwhile.
+
+    hosts: the host of each rank, for `hierarchical`; None: all are on one.
+    chunk_bytes: what is sent at once, at most.
+    name, activity, who_left: what to call this rank in errors, where it writes that it waits, and who has aborted, if anybody has.
+    Raises `CollectiveError` for an algorithm that is not known, or hosts that are not the ranks'.
+    """
+    if algorithm not in ALGORITHMS:
+        raise CollectiveError(f"An all-reduce by {algorithm!r} is not known. Use {', '.join(ALGORITHMS)}.")
+    hosts = [0] * group.size if hosts is None else list(hosts)
+    if len(hosts) != group.size:
+        raise CollectiveError(f"hosts={hosts} are of {len(hosts)} ranks, and the group has {group.size}. Give the host of each rank.")
+    if chunk_bytes < 1:
+        raise CollectiveError(f"chunk_bytes={chunk_bytes} must be 1 or more.")
+    activity = activity or Activity()
+    patience = Patience(name or f"rank {group.rank}", activity, who_left)
+    return SpelledOutGroup(group, algorithm, hosts, chunk_bytes, patience, activity)
+
+
+class SpelledOutGroup(Group):
+    """Made by `spelled_out`.
+
+    algorithm: one of `ALGORITHMS`.
+    sent_messages, sent_bytes: what this rank sent for the collectives that are spelled out, so far.
+    """
+
+    def __init__(self, group: Group, algorithm: str, hosts: Sequence[int], chunk_bytes: int, patience: Patience, activity: Activity) -> None:
+        self.algorithm = algorithm
+        self.sent_messages = 0
+        self.sent_bytes = 0
+        self._group = group
+        self._hosts = hosts
+        self._chunk_bytes = chunk_bytes
+        self._activity = activity
+        self._chunks: dict[tuple[str, int, int], list[Move]] = {}  # by operation, elements and elements in a chunk
+        self._line = _InTurns(group) if isinstance(group, SimulatedGroup) else Background(f"{algorithm} of {patience.member}", patience)
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        flat = self._flat(tensor, op)
+        mean = op == "avg"
+        chunks = self._planned(f"all_reduce {mean}", flat, lambda: self._all_reduce_moves(flat.numel()).moves(mean=mean))
+        return self._start(f"all_reduce of {flat.nbytes} bytes", carry_out(self._group, chunks, flat, op))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        if self.algorithm not in ("ring", "halving"):
+            return self._pass("reduce_scatter", lambda: self._group.reduce_scatter(output, tensor, op))
+        given, own = self._flat(tensor, op), output.detach().view(-1)
+        n, first = given.numel(), self.rank * own.numel()
+        chunks = self._planned("reduce_scatter", given, lambda: self._reduce_scatter_moves(n))
+
+        def steps() -> Waits:
+            sums = given.clone()  # what is handed in stays as it is
+            yield from carry_out(self._group, chunks, sums, op)
+            mine = sums[first : first + own.numel()]
+            own.copy_(mine / self.size if op == "avg" else mine)
+
+        return self._start(f"reduce_scatter of {given.nbytes} bytes", steps())
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        if self.algorithm not in ("ring", "halving"):
+            return self._pass("all_gather", lambda: self._group.all_gather(output, tensor))
+        whole, own = output.detach().view(-1), tensor.detach().view(-1)
+        first = self.rank * own.numel()
+        chunks = self._planned("all_gather", whole, lambda: self._all_gather_moves(whole.numel()))
+
+        def steps() -> Waits:
+            whole[first : first + own.numel()] = own
+            yield from carry_out(self._group, chunks, whole, "sum")
+
+        return self._start(f"all_gather of {own.nbytes} bytes", steps())
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        if self.algorithm != "tree":
+            return self._pass("broadcast", lambda: self._group.broadcast(tensor, source))
+        flat = tensor.detach().view(-1)
+        chunks = self._planned(f"broadcast {source}", flat, lambda: tree_broadcast(self.rank, self.size, flat.numel(), source))
+        return self._start(f"broadcast of {flat.nbytes} bytes from rank {source}", carry_out(self._group, chunks, flat, "sum"))
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+        return self._pass("all_to_all", lambda: self._group.all_to_all(output, tensor, output_sizes, sizes))
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
+        return self._pass("gather", lambda: self._group.gather(outputs, tensor, destination))
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
+        return self._pass("scatter", lambda: self._group.scatter(output, tensors, source))
+
+    def send(self, tensor: Tensor, destination: int) -> Work:
+        return self._pass("send", lambda: self._group.send(tensor, destination))
+
+    def recv(self, tensor: Tensor, source: int) -> Work:
+        return self._pass("recv", lambda: self._group.recv(tensor, source))
+
+    def barrier(self) -> Work:
+        return self._pass("barrier", self._group.barrier)
+
+    def abort(self) -> None:
+        self._line.abort()
+        self._group.abort()
+
+    def close(self) -> None:
+        """End this group's thread, once what was started is over; what other ranks do not join within seconds never will be."""
+        if not self._line.close(_END_SECONDS):
+            self.abort()
+
+    def _all_reduce_moves(self, n: int) -> AllReduceMoves:
+        if self.algorithm == "hierarchical":
+            return hierarchical(self.rank, self._hosts, n)
+        return {"ring": ring, "tree": tree, "halving": halving}[self.algorithm](self.rank, self.size, n)
+
+    def _reduce_scatter_moves(self, n: int) -> list[Move]:
+        if self.algorithm == "ring":
+            return scatter_reduce(self.rank, range(self.size), divided(0, n, self.size))
+        return halving_reduce_scatter(self.rank, self.size, n)
+
+    def _all_gather_moves(self, n: int) -> list[Move]:
+        if self.algorithm == "ring":
+            return ring_all_gather(self.rank, range(self.size), divided(0, n, self.size))
+        return doubling_all_gather(self.rank, self.size, n)
+
+    def _flat(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        """`tensor` in one dimension. Raises `CollectiveError` for a dtype that cannot be reduced so."""
+        flat = tensor.detach().view(-1)
+        try:
+            combine(torch.empty_like(flat[:0]), flat[:0], op)
+        except (RuntimeError, NotImplementedError) as error:
+            raise CollectiveError(f"Tensors of {flat.dtype} cannot be reduced by {op} with {self.algorithm}. Use exchange=all_reduce.") from error
+        return flat
+
+    def _planned(self, operation: str, flat: Tensor, moves: Callable[[], list[Move]]) -> list[Move]:
+        """The moves in chunks, and count what they send."""
+        chunk = max(1, self._chunk_bytes // flat.element_size())
+        key = operation, flat.numel(), chunk
+        if key not in self._chunks:
+            if len(self._chunks) == _KEPT:
+                self._chunks.clear()
+            self._chunks[key] = in_chunks(moves(), chunk)
+        chunks = self._chunks[key]
+        sent = [move.stop - move.start for move in chunks if move.kind == "send"]
+        self.sent_messages += len(sent)
+        self.sent_bytes += sum(sent) * flat.element_size()
+        return chunks
+
+    def _pass(self, what: str, start: Callable[[], Work]) -> Work:
+        started: list[Work] = []
+
+        def steps() -> Waits:
+            started.append(start())
+            return
+            yield
+
+        return _Passed(self._start(what, steps()), started, self._activity)
+
+    def _start(self, what: str, steps: Waits) -> Work:
+        return self._line.start(what, steps)
+
+
+class _Passed(Work):
+    """An operation of the group underneath, which starts when those before it are over."""
+
+    def __init__(self, starting: Work, started: Sequence[Work], activity: Activity) -> None:
+        self._starting, self._started, self._activity = starting, started, activity
+
+    def wait(self) -> None:
+        self._starting.wait()
+        self._activity.waits()
+        self._started[0].wait()
+        self._activity.goes_on()
+
+    def is_finished(self) -> bool:
+        return self._starting.is_finished() and bool(self._started) and self._started[0].is_finished()
+
+
+class _InTurns:
+    """The line of a simulated rank, which has no thread."""
+
+    def __init__(self, group: SimulatedGroup) -> None:
+        self._group = group
+
+    def start(self, what: str, steps: Waits) -> Work:
+        return self._group.go_on(what, steps)
+
+    def abort(self) -> None:
+        pass
+
+    def close(self, seconds: float) -> bool:
+        return True

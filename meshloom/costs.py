@@ -1,0 +1,148 @@
+"""Seconds of an exchange of gradients by formula, and which algorithm is the fastest.
+
+N ranks hand in S bytes each; a message takes `a` seconds plus its bytes at B bytes/s, in both directions at once. Adding is taken to be free.
+
+    ring            2(N-1) a  +  2(N-1)/N S/B                                 Patarasuk & Yuan, 2009
+    tree            2 log2 N (a + S/B)                                        Thakur, Rabenseifner & Gropp, 2005
+    halving         2 log2 N a  +  2(N-1)/N S/B                               the same; not a power of two: 2 (a + S/B) more
+    hierarchical    rings in hosts of k ranks, then between H hosts, each rank for 1/k of the bytes
+    server          2 a  +  2 N S/B                                           k servers divide the second term by k
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshloom.errors import MachineError
+
+ALGORITHMS = ("ring", "tree", "halving", "hierarchical")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The fastest way of an all-reduce. seconds: predicted. reason: against which others."""
+
+    algorithm: str
+    seconds: float
+    reason: str
+
+
+def choose_algorithm(
+    num_bytes: int,
+    num_ranks: int,
+    num_hosts: int,
+    latency_seconds: float,
+    bytes_per_second: float,
+    *,
+    inside_latency_seconds: float | None = None,
+    inside_bytes_per_second: float | None = None,
+    own_seconds: float | None = None,
+) -> Choice:
+    """The algorithm that takes least, of those that are spelled out and the library's own.
+
+    latency_seconds, bytes_per_second: of a message over the slowest link in use: between hosts, or inside if there is one host.
+    inside_latency_seconds, inside_bytes_per_second: of a message inside a host, where that differs. Ranks are as many on each host.
+    own_seconds: what the library's own all-reduce was measured to take. It is chosen where none is faster.
+
+    >>> choose_algorithm(64 * 2**20, 5, 5, 1e-3, 128 * 2**20).reason
+    'ring: 64 MiB over 5 ranks, 0.808 s against 1.76 s (halving), 3.01 s (tree)'
+    >>> choose_algorithm(2**10, 5, 5, 1e-3, 128 * 2**20, own_seconds=0.003).reason
+    'all_reduce: 1 KiB over 5 ranks, 3 ms against 6.03 ms (halving), 6.05 ms (tree), 8.01 ms (ring)'
+    """
+    if num_hosts < 1 or num_ranks % num_hosts:
+        raise MachineError(f"{num_ranks} ranks are not as many on each of {num_hosts} hosts. Give a number of hosts that divides the ranks.")
+    link = latency_seconds, bytes_per_second
+    found = {
+        name: seconds(num_bytes, num_ranks, *link) for name, seconds in (("ring", ring_seconds), ("halving", halving_seconds), ("tree", tree_seconds))
+    }
+    if 1 < num_hosts < num_ranks:
+        inside = inside_latency_seconds or latency_seconds, inside_bytes_per_second or bytes_per_second
+        found["hierarchical"] = hierarchical_seconds(num_bytes, num_hosts, num_ranks // num_hosts, *link, *inside)
+    if own_seconds is not None:
+        found = {"all_reduce": own_seconds, **found}
+    best = min(found, key=lambda name: found[name])
+    others = ", ".join(f"{_duration(found[name])} ({name})" for name in sorted(found, key=lambda name: found[name]) if name != best)
+    reason = f"{best}: {_size(num_bytes)} over {num_ranks} ranks, {_duration(found[best])} against {others}"
+    return Choice(algorithm=best, seconds=found[best], reason=reason)
+
+
+def ring_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float) -> float:
+    """Of a ring all-reduce: 2(N-1) steps, each moving 1/N of the bytes.
+
+    >>> ring_seconds(8, 4, 0.0, 1.0), ring_seconds(0, 4, 1.0, 1.0)
+    (12.0, 6.0)
+    """
+    steps = 2 * (num_ranks - 1)
+    return steps * latency_seconds + steps / num_ranks * num_bytes / bytes_per_second
+
+
+def tree_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float) -> float:
+    """Of an all-reduce on a binomial tree: all bytes in each of 2 log2 N messages, rounded up.
+
+    >>> tree_seconds(8, 4, 1.0, 8.0), tree_seconds(8, 5, 1.0, 8.0)
+    (8.0, 12.0)
+    """
+    return 2 * _log2(num_ranks) * (latency_seconds + num_bytes / bytes_per_second)
+
+
+def halving_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float) -> float:
+    """Of recursive halving and doubling; the ranks above a power of two are folded in with two messages of all bytes.
+
+    >>> halving_seconds(8, 4, 1.0, 1.0), halving_seconds(8, 5, 1.0, 1.0)
+    (16.0, 34.0)
+    """
+    power = 1 << (num_ranks.bit_length() - 1)
+    folding = 2 * (latency_seconds + num_bytes / bytes_per_second) if power < num_ranks else 0.0
+    return folding + 2 * _log2(power) * latency_seconds + 2 * (power - 1) / power * num_bytes / bytes_per_second
+
+
+def hierarchical_seconds(
+    num_bytes: float,
+    num_hosts: int,
+    ranks_per_host: int,
+    latency_seconds: float,
+    bytes_per_second: float,
+    inside_latency_seconds: float,
+    inside_bytes_per_second: float,
+) -> float:
+    """Of rings inside hosts, then between them, each rank for its share; the ranks of a host share its link.
+
+    >>> hierarchical_seconds(8, 4, 1, 0.0, 1.0, 0.0, 1.0) == ring_seconds(8, 4, 0.0, 1.0)
+    True
+    >>> hierarchical_seconds(8, 2, 2, 0.0, 1.0, 0.0, 8.0)
+    9.0
+    """
+    inside = ring_seconds(num_bytes, ranks_per_host, inside_latency_seconds, inside_bytes_per_second)
+    return inside + ring_seconds(num_bytes, num_hosts, latency_seconds, bytes_per_second)
+
+
+def server_seconds(num_bytes: float, num_workers: int, latency_seconds: float, bytes_per_second: float, num_servers: int = 1) -> float:
+    """Of a push and a pull of all workers at servers that divide the bytes evenly, each with a link of its own.
+
+    >>> server_seconds(8, 4, 0.0, 1.0), server_seconds(8, 4, 0.0, 1.0, num_servers=2)
+    (64.0, 32.0)
+    """
+    return 2 * latency_seconds + 2 * num_workers * num_bytes / (num_servers * bytes_per_second)
+
+
+def _log2(num_ranks: int) -> int:
+    """Rounded up."""
+    return (num_ranks - 1).bit_length()
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(1.234), _duration(0.0004)
+    ('1.23 s', '0.4 ms')
+    """
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
+
+
+def _size(num_bytes: float) -> str:
+    """
+    >>> _size(64 * 2**20), _size(100)
+    ('64 MiB', '100 bytes')
+    """
+    exponent = min(3, int(math.log2(num_bytes) // 10)) if num_bytes >= 1 else 0
+    return f"{num_bytes / 1024**exponent:.3g} {('bytes', 'KiB', 'MiB', 'GiB')[exponent]}"
