@@ -72,7 +72,7 @@ class ElasticRun:
         deadline = time.monotonic() + WAIT_SECONDS
         while not done():
             assert self.process.poll() is None and time.monotonic() < deadline, self.text()
-            time.sleep(0.005)
+            time.sleep(0.03)
 
     def until_updates(self, number: int) -> None:
         self.until(lambda: self.num_updates() >= number)

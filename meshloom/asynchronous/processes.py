@@ -34,7 +34,7 @@ from meshloom.errors import CheckpointError, PlanError, TrainingError
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.elastic.head import Update
 from meshloom.job import Job
-from meshloom.launch.elastic import ElasticProcesses, Made
+from meshloom.launch.elastic import ElasticProcesses, Program
 from meshloom.launch.failure import EndedError
 from meshloom.launch.signals import noted_signals
 from meshloom.plan import Plan
@@ -86,8 +86,8 @@ class ProcessRun:
         """Train to the last update. Raises `EndedError` when a process fails or a signal comes, `TrainingError` when no worker is left."""
         with noted_signals() as signals, _run_directory(self._settings.out) as directory:
             plan = self._plan
-            made_of = Made(program="meshloom.asynchronous", target=self._target, plan=str(plan), settings=self._settings.to_json())
-            with ElasticProcesses(made_of, directory, self._settings.listen, num_servers=plan.servers, num_workers=plan.dp) as processes:
+            program = Program(module="meshloom.asynchronous", target=self._target, plan=str(plan), settings=self._settings.to_json())
+            with ElasticProcesses(program, directory, self._settings.listen, num_servers=plan.servers, num_workers=plan.dp) as processes:
                 self._listener.note(
                     f"servers at {', '.join(processes.addresses)}; to join: --join {processes.addresses[0]} --key {processes.worker_key}"
                 )

@@ -38,10 +38,10 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """What processes run, and what they are told: the module `program`, and the job's file, the plan and the settings as text."""
+class Program:
+    """What all processes run, a module, and what they are told: the job's FILE.py:NAME, the plan and the settings as text."""
 
-    program: str
+    module: str
     target: str
     plan: str
     settings: str
@@ -53,9 +53,9 @@ class ElasticProcesses:
     Raises `EndpointError` for an address that cannot be listened at.
     """
 
-    def __init__(self, made_of: Made, directory: Path, listen: str, *, num_servers: int, num_workers: int) -> None:
-        self._made_of, self._directory, self._num_workers = made_of, directory, num_workers
-        self._command = [sys.executable, "-m", made_of.program, str(directory)]
+    def __init__(self, program: Program, directory: Path, listen: str, *, num_servers: int, num_workers: int) -> None:
+        self._program, self._directory, self._num_workers = program, directory, num_workers
+        self._command = [sys.executable, "-m", program.module, str(directory)]
         self._stack = ExitStack()
         self._selector = selectors.DefaultSelector()
         self._guard = self._stack.enter_context(Guard())
@@ -154,9 +154,9 @@ class ElasticProcesses:
         self._servers[number] = self._start(f"server {number}", f"[server {number}]", role, descriptors)
 
     def _role(self, kind: Literal["server", "worker"], number: int, start: int, addresses: tuple[str, ...], head: str) -> Role:
-        made_of = self._made_of
+        program = self._program
         return Role(
-            kind=kind, target=made_of.target, plan=made_of.plan, settings=made_of.settings, number=number, start=start,
+            kind=kind, target=program.target, plan=program.plan, settings=program.settings, number=number, start=start,
             directory=str(self._directory), addresses=addresses, head=head,
         )  # fmt: skip
 
