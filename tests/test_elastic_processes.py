@@ -51,7 +51,8 @@ def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path)
         assert_nothing_left(directory, address)
     assert "server 0 was killed by SIGKILL; it is started again" in run.text()
     [asynchronous] = run.records("asynchronous")
-    assert 0 < asynchronous["lost"] == len(run.records("step")) - 30
+    told = len(run.records("step")) - 30
+    assert 0 < told <= asynchronous["lost"] <= told + 1  # a server may be killed after an update, and before it tells
     (tmp_path / "again").mkdir()
     with ElasticRun("steady", plan, tmp_path / "again", "--out", str(out), "--resume", str(out)) as run:
         assert run.ended() == 0, run.text()
@@ -99,7 +100,7 @@ def test_workers_and_servers_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_a_campaign_of_kills(tmp_path: Path) -> None:
     """100 kills and joins of workers and 10 kills of a server, also in the middle of a snapshot."""
-    chooser, steps = random.Random(3), 1800
+    chooser, steps = random.Random(3), 1500
     plan = "dp=3,exchange=async,servers=2,rate_by_age=true"
     with Trainer(elastic_job.digits(), plan, devices="simulated", steps=steps, listener=QUIET) as trainer:
         undisturbed = trainer.fit().evaluation["accuracy"]
@@ -108,14 +109,17 @@ def test_a_campaign_of_kills(tmp_path: Path) -> None:
         run.until_updates(10)
         workers = [run.of("worker", number) for number in range(3)]
         server_kills = sorted(chooser.sample(range(5, 100), 10))
+        since = 0  # updates when a server was killed last
         for incident in range(100):
             if incident in server_kills:
                 server = chooser.randrange(2)
+                run.until_updates(since + 1)  # one that dies again and again of being started would end the run
                 if incident % 2:
                     run.until(lambda server=server: list((directory / f"server-{server}").glob(".*")))  # it is writing
                 else:
                     time.sleep(chooser.uniform(0.0, 0.5))
                 run.of("server", server).kill()
+                since = run.num_updates()
             if len(workers) < 3 or (len(workers) < 6 and chooser.random() < 0.5):
                 workers.append(run.join())
             else:
@@ -128,7 +132,8 @@ def test_a_campaign_of_kills(tmp_path: Path) -> None:
     [asynchronous], evaluation = run.records("asynchronous"), run.records("evaluation")[-1]
     print(f"undisturbed {undisturbed:.4f}, campaign {evaluation['metrics']['accuracy']:.4f}, {asynchronous}")
     assert sum(asynchronous["ages"].values()) == steps
-    assert len(run.records("step")) == steps + asynchronous["lost"]
+    told = len(run.records("step")) - steps
+    assert 0 < told <= asynchronous["lost"] <= told + 10  # a server may be killed after an update, and before it tells
     assert run.text().count("it is started again") == 10
     assert abs(evaluation["metrics"]["accuracy"] - undisturbed) <= NOISE
 

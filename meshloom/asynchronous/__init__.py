@@ -11,5 +11,6 @@ processes.py    a run on processes, as its launcher sees it
 serving.py      a server's process                      working.py      a worker's process
 playing.py      which of the two this process is        greetings.py    how a worker gets in
 codec.py        messages as headers and tensors         outbox.py       messages that wait for a peer
-snapshots.py    a server's files
+snapshots.py    a server's files                       reports.py      what a server tells its launcher
+looking.py      snapshots looked at beside training
 """

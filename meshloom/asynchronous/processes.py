@@ -13,7 +13,6 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
@@ -26,10 +25,11 @@ import torch
 from meshloom.asynchronous.account import Account
 from meshloom.asynchronous.checkpoints import Start
 from meshloom.asynchronous.inspection import Inspection
+from meshloom.asynchronous.looking import Look
 from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.settings import Settings, check_plan
 from meshloom.asynchronous.shares import Shares
-from meshloom.asynchronous.snapshots import due_path, read_snapshot
+from meshloom.asynchronous.snapshots import due_path
 from meshloom.errors import CheckpointError, PlanError, TrainingError
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.elastic.head import Update
@@ -73,7 +73,7 @@ class ProcessRun:
         self._finished = False
         self._due: deque[int] = deque()
         self._seen = start.version  # the newest snapshot that was looked at
-        self._looking: _Look | None = None
+        self._looking: Look | None = None
         self._evaluation: dict[str, float] = {}
         self._saved: Path | None = None
 
@@ -207,7 +207,7 @@ class ProcessRun:
         if self._looking is None and self._due:
             self._seen = self._due.popleft()
             paths = [due_path(directory, self._seen, server) for server in range(self._plan.servers)]
-            self._looking = _Look(self._inspection, self._settings, self._job, self._seen, paths)
+            self._looking = Look(self._inspection, self._settings, self._job, self._seen, paths)
             self._looking.start()
         return self._looking is not None
 
@@ -228,33 +228,6 @@ class ProcessRun:
         self._account.bytes.update(push=self._count("push"), pull=self._count("pull"))
         shares = TimeShares(compute=compute, communication=0.0 if bounded else rest, waiting=rest if bounded else 0.0, data=data)
         return self._account.summary(seconds, self._evaluation, self._saved, shares)
-
-
-class _Look(threading.Thread):
-    """Evaluates and saves one snapshot. evaluation, saved, error: what came of it."""
-
-    def __init__(self, inspection: Inspection, settings: Settings, job: Job, version: int, paths: Sequence[Path]) -> None:
-        super().__init__(daemon=True)  # a run that ends early does not wait for it
-        self.version = version
-        self.evaluation: dict[str, float] | None = None
-        self.saved: Path | None = None
-        self.error: BaseException | None = None
-        self._inspection, self._settings, self._job, self._paths = inspection, settings, job, paths
-
-    def run(self) -> None:
-        try:
-            snapshots = [read_snapshot(path) for path in self._paths]
-            contents = [content for _, content in snapshots]
-            if self._settings.evaluates(self._job, self.version):
-                self.evaluation = self._inspection.evaluate(contents)
-            else:
-                self._inspection.load(contents)
-            if self._settings.saves(self._job, self.version):
-                self.saved = self._inspection.save(self.version, contents, snapshots[0][0].state)
-            for path in self._paths:
-                path.unlink()
-        except BaseException as error:
-            self.error = error
 
 
 def _end_at(signals: Sequence[int]) -> None:

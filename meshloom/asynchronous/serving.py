@@ -8,18 +8,14 @@ no other effect.
 
 from __future__ import annotations
 
-import os
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import zmq
-from torch import Tensor
 
 from meshloom.asynchronous.checkpoints import Start
 from meshloom.asynchronous.codec import FROM_SERVERS, FROM_WORKERS, TO_SERVERS, TO_WORKERS, Holding, decode, encode, limits_for
@@ -27,35 +23,32 @@ from meshloom.asynchronous.greetings import Ask, Description, Hello, Tally, Term
 from meshloom.asynchronous.outbox import Outbox
 from meshloom.asynchronous.parameters import Content, Parameters
 from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.reports import Reports, Tell
 from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.shares import Shares
-from meshloom.asynchronous.snapshots import Numbers, SnapshotFiles, due_path, snapshot_name
+from meshloom.asynchronous.snapshots import Numbers, SnapshotFiles
 from meshloom.comm.connections import Connections
 from meshloom.comm.endpoint import Endpoint
 from meshloom.comm.keys import read_server_key, read_worker_key
 from meshloom.comm.sockets import Joined, Lost, Message, Patience
 from meshloom.errors import JobError, MessageError
-from meshloom.exchange.elastic.head import STARTS, Head, Restored, Snapshot, Update
+from meshloom.exchange.elastic.head import STARTS, Head
 from meshloom.exchange.elastic.messages import HEAD, Address, Back, Join, Kept, Leave, Part, Push, Sent, Staged
 from meshloom.exchange.elastic.store import Storage, Store
 from meshloom.job import Job
 from meshloom.launch.elastic import HEAD_KEYS, SERVER_KEY
 from meshloom.launch.role import Role
-from meshloom.launch.world import peak_memory_bytes
 from meshloom.plan import Plan
 
 _LOOK_SECONDS = 0.1  # between looks at signals
-_ACCOUNT_SECONDS = 1.0  # between what is told of bytes
 _HEAD_PATIENCE = Patience(queue_messages=1000)
 
 
 class ServerProcess:
     """stop: signals that ask this process to end. tell: takes what the launcher should know."""
 
-    def __init__(
-        self, role: Role, job: Job, plan: Plan, settings: Settings, stop: Sequence[int], tell: Callable[[Mapping[str, object]], object]
-    ) -> None:
-        self._role, self._job, self._plan, self._settings, self._stop, self._tell = role, job, plan, settings, stop, tell
+    def __init__(self, role: Role, job: Job, plan: Plan, settings: Settings, stop: Sequence[int], tell: Tell) -> None:
+        self._role, self._job, self._plan, self._settings, self._stop = role, job, plan, settings, stop
         self._number = role.number
         shares = Shares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
@@ -78,12 +71,7 @@ class ServerProcess:
         self._workers: dict[int, int] = {}  # worker -> its peer
         self._known: dict[int, int] = {}  # peer -> worker
         self._servers: dict[int, int] = {}  # server -> its peer, of server 0
-        self._present: set[int] = set()  # workers that have joined
-        self._finished = False
-        self._bytes = {"push": 0, "pull": 0}
-        self._once = {"push": 0, "pull": 0}  # of one message
-        self._told_bytes = dict(self._bytes)
-        self._told_at = time.monotonic()
+        self._reports = Reports(tell, role.path, plan.servers, job, settings)
 
     def run(self) -> None:
         """Until it is told to end."""
@@ -104,13 +92,13 @@ class ServerProcess:
                 else:
                     self._inner = stack.enter_context(Connections([role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _HEAD_PATIENCE))
                 self._to_servers = Outbox(self._inner)
-            self._tell({"event": "serving"})
+            self._reports.serving()
             if self._head is not None:
                 self._send(self._head.start())
             while not self._stop:
                 self._wait()
                 self._look()
-            self._tell_bytes()
+            self._tell_counts(now=True)
 
     def _wait(self) -> None:
         poller = zmq.Poller()
@@ -144,9 +132,12 @@ class ServerProcess:
             self._to_servers.flush()
         if self._storage.newest != self._numbers.newest:
             self._numbers.newest = self._storage.newest
-        self._tell_events()
-        if time.monotonic() > self._told_at + _ACCOUNT_SECONDS:
-            self._tell_bytes()
+        if self._head is not None:
+            self._reports.events(self._head, self._held.learning_rates() if self._held is not None else [])
+        self._tell_counts()
+
+    def _tell_counts(self, now: bool = False) -> None:
+        self._reports.counts(self._outer.refused, self._head.refused if self._head is not None else 0, now=now)
 
     # --- Workers.
 
@@ -187,19 +178,18 @@ class ServerProcess:
     def _take(self, message: Tally | Join | Leave | Push) -> None:
         """Of a worker that was let in."""
         if isinstance(message, Push):
-            self._count("push", message.gradients, message.changes)
+            self._reports.carried("push", message.gradients, message.changes)
             self._send(self._store.receive(message))
         elif self._head is None:
             raise MessageError(f"A {type(message).__name__}, which is for server 0.")
         elif isinstance(message, Tally):
-            self._tell({"event": "tally", **asdict(message)})
+            self._reports.tally(message)
         else:
             self._send(self._head.receive(message))
             if isinstance(message, Leave):
-                self._gone(message.worker, "left")
-            elif message.worker not in self._present:
-                self._present.add(message.worker)
-                self._tell({"event": "worker", "worker": message.worker, "what": "joined"})
+                self._reports.gone(message.worker, "left")
+            else:
+                self._reports.joined(message.worker)
 
     def _lose_worker(self, peer: int) -> None:
         self._to_workers.forget(peer)
@@ -209,12 +199,7 @@ class ServerProcess:
         del self._workers[worker]
         if self._head is not None:
             self._send(self._head.lost(worker))
-            self._gone(worker, "lost")
-
-    def _gone(self, worker: int, what: str) -> None:
-        if worker in self._present:
-            self._present.remove(worker)
-            self._tell({"event": "worker", "worker": worker, "what": what})
+            self._reports.gone(worker, "lost")
 
     # --- Servers and the head.
 
@@ -244,7 +229,7 @@ class ServerProcess:
         peer = self._workers.get(worker)
         if peer is not None:
             if isinstance(message, Part):
-                self._count("pull", message.values, message.buffers)
+                self._reports.carried("pull", message.values, message.buffers)
             self._to_workers.send(peer, *encode(message, self._holding))
 
     def _hold(self, content: Content | None) -> Parameters:
@@ -257,50 +242,3 @@ class ServerProcess:
             )
         self._held = held
         return held
-
-    # --- What is told.
-
-    def _count(self, what: str, held: Sequence[Tensor | None], buffers: Mapping[str, Tensor] | None) -> None:
-        num_bytes = sum(each.nbytes for each in (*held, *(buffers or {}).values()) if each is not None)
-        self._bytes[what] += num_bytes
-        self._once[what] = self._once[what] or num_bytes
-
-    def _tell_events(self) -> None:
-        if self._head is None:
-            return
-        for event in self._head.take_events():
-            match event:
-                case Update():
-                    self._tell(
-                        {
-                            "event": "update",
-                            **asdict(event),
-                            "rates": self._held.learning_rates() if self._held else [],
-                            "memory": peak_memory_bytes(),
-                        }
-                    )
-                case Snapshot():
-                    if self._settings.evaluates(self._job, event.version) or self._settings.saves(self._job, event.version):
-                        self._keep_due(event.version)
-                    self._tell({"event": "snapshot", "version": event.version})
-                case Restored():
-                    self._tell({"event": "restored", "version": event.version, "lost": event.lost, "incarnation": event.incarnation})
-        if self._head.finished and not self._finished:
-            self._finished = True
-            ages = {str(age): count for age, count in sorted(self._head.ages.items())}
-            self._tell({"event": "finished", "ages": ages})
-
-    def _keep_due(self, version: int) -> None:
-        """Give all servers' files of a snapshot a second name, under which they stay when the servers let go of it."""
-        for server in range(self._plan.servers):
-            with suppress(FileExistsError, FileNotFoundError):  # said again by a head that was started again; or the one that the run began with
-                os.link(self._role.path / f"server-{server}" / snapshot_name(version), due_path(self._role.path, version, server))
-
-    def _tell_bytes(self) -> None:
-        self._told_at = time.monotonic()
-        counts = {**self._bytes, "refused": self._outer.refused.messages + self._outer.refused.connections}
-        counts |= {f"{what}_once": num_bytes for what, num_bytes in self._once.items()}
-        counts["late"] = self._head.refused if self._head is not None else 0
-        if counts != self._told_bytes:
-            self._told_bytes = counts
-            self._tell({"event": "counts", **counts})

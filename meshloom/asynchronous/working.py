@@ -6,7 +6,7 @@ asked --Terms--> checked --Welcome of every server--> joined: the state machine 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from meshloom.asynchronous.codec import FROM_WORKERS, TO_WORKERS, Holding, decod
 from meshloom.asynchronous.greetings import Ask, Description, Hello, Tally, Terms, Welcome, digest_of, facts_of
 from meshloom.asynchronous.outbox import Outbox
 from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.reports import Tell
 from meshloom.asynchronous.shares import Shares
 from meshloom.comm.connections import Connections
 from meshloom.comm.keys import WorkerKey
@@ -63,7 +64,7 @@ class WorkerProcess:
         key: WorkerKey,
         timeout_seconds: float,
         stop: Sequence[int],
-        tell: Callable[[Mapping[str, object]], object],
+        tell: Tell,
     ) -> None:
         self._tell = tell
         self._shares = Shares(job, plan)
