@@ -181,7 +181,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
     plan = _plan(arguments)
     if arguments.join is not None:
-        join(job, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
+        join(job, arguments.target, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
         return 0
     listener = Listener(
         started=terminal.start,

@@ -84,6 +84,7 @@ class World:
             WAIT_SECONDS,
             stop if stop is not None else [],
             lambda event: True,
+            WorkerReplica(job or self.job, self.plan, torch.device("cpu"), None),
         )
 
     def updates(self) -> list[int]:

@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 
 from meshloom.asynchronous.parameters import Content
-from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.replica import Computing
 from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.shares import Shares
-from meshloom.asynchronous.team import TeamReplica
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
 from meshloom.exchange.elastic.head import first_state
@@ -64,13 +63,13 @@ class Start:
         checkpoint.check_steps_left(settings.steps)
         return Start(version=checkpoint.step, state=read_state(checkpoint, job, plan, shares, model), checkpoint=checkpoint)
 
-    def snapshot(self, replica: WorkerReplica | TeamReplica, server: int) -> tuple[Kind, Content | None]:
+    def snapshot(self, replica: Computing, server: int) -> tuple[Kind, Content | None]:
         """What server `server` has then."""
         kind = Kind(incarnation=0, state=self.state)
         return kind, read_content(self.checkpoint, replica, server) if self.checkpoint else None
 
 
-def read_content(checkpoint: Checkpoint, replica: WorkerReplica | TeamReplica, server: int) -> Content:
+def read_content(checkpoint: Checkpoint, replica: Computing, server: int) -> Content:
     """What server `server` holds after the checkpoint's last update."""
     weights = checkpoint.weights()
     return Content(

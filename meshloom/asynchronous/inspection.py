@@ -10,9 +10,8 @@ import torch
 
 from meshloom.asynchronous.checkpoints import write_snapshot
 from meshloom.asynchronous.parameters import Content
-from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.replica import Computing
 from meshloom.asynchronous.settings import Settings
-from meshloom.asynchronous.team import TeamReplica
 from meshloom.comm.simulated import simulated_groups
 from meshloom.errors import CheckpointError, JobError
 from meshloom.job import Job
@@ -23,7 +22,7 @@ from meshloom.state.data import build_dataset, evaluation_chunks
 class Inspection:
     """replica: its model takes the values of whatever is looked at."""
 
-    def __init__(self, job: Job, plan: Plan, settings: Settings, replica: WorkerReplica | TeamReplica) -> None:
+    def __init__(self, job: Job, plan: Plan, settings: Settings, replica: Computing) -> None:
         self._job, self._plan, self._settings, self._replica = job, plan, settings, replica
         self._data: Any = None
 

@@ -27,7 +27,7 @@ from meshloom.asynchronous.checkpoints import Start
 from meshloom.asynchronous.inspection import Inspection
 from meshloom.asynchronous.looking import Look
 from meshloom.asynchronous.replica import WorkerReplica
-from meshloom.asynchronous.settings import Settings, check_plan
+from meshloom.asynchronous.settings import Settings, inner_plan
 from meshloom.asynchronous.shares import Shares
 from meshloom.asynchronous.snapshots import due_path
 from meshloom.errors import CheckpointError, PlanError, TrainingError
@@ -53,7 +53,6 @@ class ProcessRun:
     """
 
     def __init__(self, job: Job, plan: Plan, settings: Settings, listener: Listener, target: str) -> None:
-        check_plan(plan)
         if settings.circumstances != Circumstances():
             raise PlanError("Speeds, latencies and incidents are of a virtual clock. Use --devices simulated, or leave them out.")
         plan.check_batch(job.batch_size)
@@ -87,7 +86,9 @@ class ProcessRun:
         with noted_signals() as signals, _run_directory(self._settings.out) as directory:
             plan = self._plan
             program = Program(module="meshloom.asynchronous", target=self._target, plan=str(plan), settings=self._settings.to_json())
-            with ElasticProcesses(program, directory, self._settings.listen, num_servers=plan.servers, num_workers=plan.dp) as processes:
+            with ElasticProcesses(
+                program, directory, self._settings.listen, num_servers=plan.servers, num_workers=plan.dp, ranks_per_worker=inner_plan(plan).mesh.size
+            ) as processes:
                 self._listener.note(
                     f"servers at {', '.join(processes.addresses)}; to join: --join {processes.addresses[0]} --key {processes.worker_key}"
                 )

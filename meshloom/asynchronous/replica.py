@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from meshloom.comm.turns import run_in_steps
 from meshloom.errors import DataError, TrainingError
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.elastic.worker import Computed
+from meshloom.exchange.exchange import Slice
 from meshloom.job import Job
 from meshloom.loss import as_sum
 from meshloom.plan import Plan
@@ -29,6 +31,18 @@ from meshloom.state.metrics import MetricSums
 from meshloom.state.model import build_model, trainable
 from meshloom.state.not_finite import find_not_finite
 from meshloom.state.tally import Tally
+
+
+class Computing(Protocol):
+    """On what a worker computes: `WorkerReplica`, or several ranks (`team.py`)."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def division(self) -> Sequence[Sequence[Slice]]: ...
+    def load(self, values: Sequence[Sequence[Tensor]], buffers: Mapping[str, Tensor]) -> None: ...
+    def compute(self, worker: int, chunks: Sequence[Chunk]) -> Computed: ...
+    def evaluate(self, chunks: Iterable[Chunk]) -> dict[str, float]: ...
 
 
 class WorkerReplica:

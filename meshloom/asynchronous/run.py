@@ -18,9 +18,9 @@ from meshloom.asynchronous.checkpoints import Start
 from meshloom.asynchronous.inspection import Inspection
 from meshloom.asynchronous.parameters import Content, Parameters
 from meshloom.asynchronous.replica import WorkerReplica
-from meshloom.asynchronous.settings import Settings
+from meshloom.asynchronous.settings import Settings, inner_plan
 from meshloom.asynchronous.shares import Shares
-from meshloom.asynchronous.team import TeamReplica, inner_plan
+from meshloom.asynchronous.team import TeamReplica
 from meshloom.errors import DeviceError, JobError
 from meshloom.exchange.elastic.head import Head, Restored, Snapshot, Update
 from meshloom.exchange.elastic.store import Storage, Store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,10 @@ class Settings:
         return Rules(num_servers=plan.servers, staleness=plan.staleness, steps=self.steps, keep_every=periods, rate_by_age=plan.rate_by_age)
 
 
-def check_plan(plan: Plan) -> None:
-    """Raise `PlanError` for a plan that cannot be trained asynchronously on processes."""
-    for name, plain in (("pp", 1), ("tp", 1), ("recompute", "none")):
-        if (value := getattr(plan, name)) != plain:
-            raise PlanError(
-                f"On processes the workers of exchange=async are single ranks that run the job's own module, and this plan has {name}={value}. "
-                f"Use {name}={plain}, or --devices simulated."
-            )
+def inner_plan(plan: Plan) -> Plan:
+    """How one worker of an asynchronous plan computes: the plan without what is between workers.
+
+    >>> str(inner_plan(Plan.parse("dp=4,tp=2,exchange=async,servers=2,microbatches=2")))
+    'tp=2,microbatches=2'
+    """
+    return replace(plan, dp=1, exchange="all_reduce", servers=1, staleness=None, rate_by_age=False)

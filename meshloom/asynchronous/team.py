@@ -20,6 +20,7 @@ from torch import Tensor
 
 from meshloom.asynchronous.parameters import changes_of
 from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.settings import inner_plan
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps, run_in_steps
 from meshloom.comm.values import scatter_objects
@@ -162,12 +163,3 @@ class TeamReplica:
             work.wait()
             if not mine.is_meta:
                 mine.detach().copy_(replica.shards.take(name, whole))
-
-
-def inner_plan(plan: Plan) -> Plan:
-    """How one worker of an asynchronous plan computes: the plan without what is between workers.
-
-    >>> str(inner_plan(Plan.parse("dp=4,tp=2,exchange=async,servers=2,microbatches=2")))
-    'tp=2,microbatches=2'
-    """
-    return replace(plan, dp=1, exchange="all_reduce", servers=1, staleness=None, rate_by_age=False)

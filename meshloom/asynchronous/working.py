@@ -8,12 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
-
 from meshloom.asynchronous.codec import FROM_WORKERS, TO_WORKERS, Holding, decode, encode, limits_for
 from meshloom.asynchronous.greetings import Ask, Description, Hello, Tally, Terms, Welcome, digest_of, facts_of
 from meshloom.asynchronous.outbox import Outbox
-from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.replica import Computing
 from meshloom.asynchronous.reports import Tell
 from meshloom.asynchronous.shares import Shares
 from meshloom.comm.connections import Connections
@@ -49,7 +47,7 @@ def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int
 
 
 class WorkerProcess:
-    """address: of server 0, at which it was asked. timeout_seconds: how long servers may be away.
+    """replica: on which it computes. address: of server 0, at which it was asked. timeout_seconds: how long servers may be away.
 
     stop: signals that ask this process to end: with the first it goes when its share is pushed, with a second at once.
     tell: takes what a launcher should know.
@@ -65,10 +63,11 @@ class WorkerProcess:
         timeout_seconds: float,
         stop: Sequence[int],
         tell: Tell,
+        replica: Computing,
     ) -> None:
         self._tell = tell
         self._shares = Shares(job, plan)
-        self._replica = WorkerReplica(job, plan, torch.device("cpu"), None)
+        self._replica = replica
         facts = facts_of(job, plan, self._replica.model, self._shares.num_samples)
         description.check(facts)
         self._digest = digest_of(facts)

@@ -50,11 +50,12 @@ class Program:
 class ElasticProcesses:
     """A context manager. directory: of this run alone. listen: HOST:PORT of server 0; server k has the k-th port after it, if that is not 0.
 
+    ranks_per_worker: processes of a worker, which it starts itself if there are several.
     Raises `EndpointError` for an address that cannot be listened at.
     """
 
-    def __init__(self, program: Program, directory: Path, listen: str, *, num_servers: int, num_workers: int) -> None:
-        self._program, self._directory, self._num_workers = program, directory, num_workers
+    def __init__(self, program: Program, directory: Path, listen: str, *, num_servers: int, num_workers: int, ranks_per_worker: int = 1) -> None:
+        self._program, self._directory, self._num_workers, self._ranks_per_worker = program, directory, num_workers, ranks_per_worker
         self._command = [sys.executable, "-m", program.module, str(directory)]
         self._stack = ExitStack()
         self._selector = selectors.DefaultSelector()
@@ -157,11 +158,11 @@ class ElasticProcesses:
         program = self._program
         return Role(
             kind=kind, target=program.target, plan=program.plan, settings=program.settings, number=number, start=start,
-            directory=str(self._directory), addresses=addresses, head=head,
+            directory=str(self._directory), addresses=addresses, head=head, key=str(self.worker_key),
         )  # fmt: skip
 
     def _start(self, name: str, prefix: str, role: Role, passed: Sequence[int]) -> RankProcess:
-        process = RankProcess(name, prefix, self._command, role_environment(role, self._num_workers), passed)
+        process = RankProcess(name, prefix, self._command, role_environment(role, self._num_workers * self._ranks_per_worker), passed)
         self._guard.tell("+", process.group)
         for descriptor in process.descriptors:
             self._selector.register(descriptor, selectors.EVENT_READ, process)

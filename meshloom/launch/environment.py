@@ -160,7 +160,12 @@ def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: s
 def role_environment(role: Role, num_workers: int) -> dict[str, str]:
     """The whole environment of a server or worker that this process starts."""
     replaceable = {"OMP_NUM_THREADS": str(threads_per_rank(num_workers)), "PYTHONUNBUFFERED": "1"}
-    return {**replaceable, **os.environ, "MESHLOOM_ROLE": role.to_json()}
+    return with_role({**replaceable, **os.environ}, role)
+
+
+def with_role(environment: Mapping[str, str], role: Role) -> dict[str, str]:
+    """`environment` of a process that is told what it is in an asynchronous run."""
+    return {**environment, "MESHLOOM_ROLE": role.to_json()}
 
 
 def with_report(environment: Mapping[str, str], descriptor: int, activity: int) -> dict[str, str]:

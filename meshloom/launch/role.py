@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ class Role:
     number: of a server, from 0; of a worker, how many were started before it (the number that it gets from server 0 may be another).
     start: how many times that server has been started, from 1. directory: of the run; keys and snapshots are there.
     addresses: HOST:PORT of all servers, for workers. head: likewise of server 0, for the other servers.
+    key: the file with which a worker is let in. timeout_seconds: how long servers may be away from it. rank: its number among the ranks of its worker.
     listening: descriptors of sockets that listen at this server's own address, and on server 0 at `head`.
     """
 
@@ -29,6 +31,9 @@ class Role:
     addresses: tuple[str, ...]
     head: str
     listening: tuple[int, ...] = ()
+    key: str = ""
+    timeout_seconds: float = math.inf
+    rank: int | None = None
 
     @property
     def path(self) -> Path:
