@@ -8,6 +8,7 @@ no other effect.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from meshloom.launch.role import Role
 from meshloom.plan import Plan
 
 _LOOK_SECONDS = 0.1  # between looks at signals
+_LAST_WORDS_SECONDS = 0.5  # how long workers that are going have for what they say last
 _HEAD_PATIENCE = Patience(queue_messages=1000)
 
 
@@ -96,6 +98,10 @@ class ServerProcess:
             if self._head is not None:
                 self._send(self._head.start())
             while not self._stop:
+                self._wait()
+                self._look()
+            deadline = time.monotonic() + _LAST_WORDS_SECONDS
+            while self._known and time.monotonic() < deadline:
                 self._wait()
                 self._look()
             self._tell_counts(now=True)
