@@ -97,9 +97,9 @@ class ProcessRun:
                 self._follow(processes, directory, signals)
                 seconds = time.monotonic() - self._account.began
                 self._hear(processes.dismiss(_WORKERS_GO_SECONDS, _SERVERS_GO_SECONDS))
-            while self._look(directory):
-                _end_at(signals)
-                time.sleep(0.02)
+                while self._look(directory):  # what they have written goes with the processes
+                    _end_at(signals)
+                    time.sleep(0.02)
         computing = {worker: tally["computing"] / max(tally["seconds"], 1e-9) for worker, tally in self._tallies.items()}
         late = self._count("late")
         for line in self._account.lines(seconds, "processes", self._ages, computing, late):
