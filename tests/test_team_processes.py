@@ -34,8 +34,9 @@ def ranks_of(worker: psutil.Process, count: int, run: ElasticRun) -> list[psutil
     return [found[rank] for rank in range(count)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("inner", ["tp=2", "pp=2,microbatches=2", "recompute=full"])
+@pytest.mark.parametrize(
+    "inner", ["tp=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow), pytest.param("recompute=full", marks=pytest.mark.slow)]
+)
 def test_one_divided_worker_is_one_device(inner: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with ElasticRun("steady", f"dp=1,exchange=async,{inner}", tmp_path, "--out", str(out), "--steps", "12") as run:
@@ -49,6 +50,7 @@ def test_one_divided_worker_is_one_device(inner: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5)  # float32: products are divided, and AdamW divides by small numbers
 
 
+@pytest.mark.slow
 def test_a_worker_that_loses_a_rank_is_lost_and_the_run_goes_on(tmp_path: Path) -> None:
     """Two workers of two ranks. One loses a rank by SIGKILL; the other is asked to go, but not before a third, of two ranks too, has joined."""
     with ElasticRun("steady", "dp=2,tp=2,exchange=async", tmp_path, "--steps", "1500") as run:
