@@ -1,0 +1,69 @@
+"""The digits with four workers of which one is three times slower: it sleeps three times as long for every sample, so that four workers mean something on two cores.
+
+`waiting` is for plans whose steps wait for all workers, `pushing` for asynchronous ones: old gradients ask for a smaller rate and little momentum.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import meshloom as ml
+
+SECONDS_PER_SAMPLE = 0.004
+TIMES_SLOWER = 3
+SLOW = 3  # the number of the worker
+
+
+def _digits() -> ml.Job:
+    path = Path(__file__).parents[2] / "examples" / "02_digits.py"
+    specification = importlib.util.spec_from_file_location("digits", path)
+    assert specification and specification.loader
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["digits"] = module
+    specification.loader.exec_module(module)
+    return module.job
+
+
+def _number() -> int | None:
+    """Of this process among the workers; None: it is none, and does not sleep (it evaluates)."""
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"])
+    role = json.loads(os.environ.get("MESHLOOM_ROLE", "{}"))
+    return role["number"] if role.get("kind") == "worker" else None
+
+
+def _slept(rate: float, momentum: float, every: int, steps: int) -> ml.Job:
+    job, number = _digits(), _number()
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if number is not None:
+            time.sleep(len(batch["digit"]) * SECONDS_PER_SAMPLE * (TIMES_SLOWER if number == SLOW else 1))
+        return job.loss(model, batch)
+
+    assert job.evaluate
+    return replace(
+        job,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=rate, momentum=momentum, weight_decay=1e-4),
+        evaluate=replace(job.evaluate, every=every),
+        steps=steps,
+    )
+
+
+def waiting() -> ml.Job:
+    """Evaluated every 5 steps of 64 samples."""
+    return _slept(0.1, 0.9, 5, 400)
+
+
+def pushing() -> ml.Job:
+    """Evaluated every 20 updates of 16 samples."""
+    return _slept(0.05, 0.5, 20, 1600)
