@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "links"
-MODULES = ("network", "ranks", "servers", "exchanges", "steps", "jobs", "traffic", "speedup", "tables", "figures")
+MODULES = ("network", "ranks", "servers", "exchanges", "steps", "jobs", "traffic", "speedup", "tables")
 
 
 @pytest.fixture
@@ -48,6 +49,11 @@ def test_goals_are_missed_by_one_ratio_that_is_too_large(links: Any):
     assert "MISSED" not in goals([_ring(2, 1.03), _ring(3, 1.0), *gloo])
     assert goals([_ring(2, 1.04), _ring(3, 1.0), *gloo]).splitlines()[1].endswith("1.040 (N=2), 1.000 (N=3): MISSED")
     assert goals([_ring(2, 0.84), _ring(3, 1.0)]).endswith("0.840 (N=2), 1.000 (N=3): MISSED")
+
+
+def test_what_the_formulas_say_of_themselves_is_so(links: Any):
+    results = [doctest.testmod(links(name)) for name in ("tables", "exchanges", "traffic", "speedup")]
+    assert all(result.attempted and not result.failed for result in results), results
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
