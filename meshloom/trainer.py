@@ -148,7 +148,8 @@ class Trainer:
             self._checks = self._evaluations = 0
             self._clock = _Clock()
             copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
-            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}"))
+            summed = f"; replicas add up by {self.plan.algorithm}, on messages" if self.plan.algorithm else ""
+            self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}{summed}"))
             self._enter("between steps")
             self._stack = building.pop_all()
 

@@ -44,8 +44,9 @@ def test_two_ranks_measure_their_links_and_write_the_file(tmp_path: Path, capfd:
     text = capfd.readouterr().out
     assert f"written to {path}" in text
     assert "measured just now" in text
+    assert "25 MiB over 2 ranks, " in text
     events = [json.loads(line)["event"] for line in records.read_text().splitlines()]
-    assert events == ["machine", *["operator"] * len(machine.operations), *["link"] * 6]
+    assert events == ["machine", *["operator"] * len(machine.operations), *["link"] * 6, *["all_reduce"] * 4]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ shares = st.floats(0.0, 1.0, exclude_min=True)
 several = st.integers(2, 10**6)
 exchanges = st.one_of(
     st.builds(Plan, dp=several, exchange=st.just("server"), servers=st.integers(1, 2), overlap=st.booleans()),
+    st.builds(Plan, dp=several, exchange=st.sampled_from(["ring", "halving"]), zero=st.integers(0, 1), sync_batch_norm=st.booleans()),
+    st.builds(Plan, dp=several, exchange=st.sampled_from(["tree", "hierarchical"]), compress=st.sampled_from(["none", "bf16", "topk:0.1"])),
     st.builds(Plan, dp=counts, exchange=st.just("async"), servers=counts, staleness=st.none() | counts, rate_by_age=st.booleans()),
     st.builds(Plan, dp=several, exchange=st.just("local_sgd"), local_steps=counts),
     st.builds(
@@ -171,12 +173,26 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "compress.",
         ),
         ("dp=2,exchange=servers", "exchange=servers is not known. Did you mean server?"),
-        ("dp=2,exchange=mail", "exchange=mail is not known. Known: all_reduce, server, async, local_sgd, diloco."),
+        ("dp=2,exchange=mail", "exchange=mail is not known. Known: all_reduce, ring, tree, halving, hierarchical, server, async, local_sgd, diloco."),
         ("exchange=server", "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
         ("exchange=async,staleness=0", "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
         (
             "dp=2,servers=2",
             "servers=2 is for exchange=server or exchange=async, and this plan has exchange=all_reduce. Use that, or leave servers out.",
+        ),
+        ("exchange=ring", "exchange=ring is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."),
+        (
+            "dp=2,exchange=tree,zero=1",
+            "zero=1 gives each replica its part of the sums, and with exchange=tree they are made whole. "
+            "Use exchange=ring or halving, or leave zero out.",
+        ),
+        (
+            "dp=2,exchange=ring,zero=1,compress=bf16",
+            "compress=bf16 works on gradients that are all-reduced, and zero=1 sends something else. Leave one of them out.",
+        ),
+        (
+            "dp=2,exchange=ring,servers=2",
+            "servers=2 is for exchange=server or exchange=async, and this plan has exchange=ring. Use that, or leave servers out.",
         ),
         ("dp=2,exchange=server,servers=3", "servers=3 share the ranks of dp=2 replicas. Use servers=2 or less."),
         ("dp=2,exchange=server,servers=0", "servers=0 must be 1 or more."),

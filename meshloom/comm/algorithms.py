@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.activity import Activity
-from meshloom.comm.background import Background, Patience
+from meshloom.comm.background import Background
 from meshloom.comm.carrying import CHUNK_BYTES, Waits, carry_out, combine, in_chunks
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.halving import doubling_all_gather, halving, halving_reduce_scatter
 from meshloom.comm.hierarchical import hierarchical
 from meshloom.comm.moves import AllReduceMoves, Move, divided
+from meshloom.comm.patience import Patience
 from meshloom.comm.ring import all_gather as ring_all_gather
 from meshloom.comm.ring import ring, scatter_reduce
 from meshloom.comm.simulated import SimulatedGroup
@@ -31,6 +32,7 @@ from meshloom.costs import ALGORITHMS
 from meshloom.errors import CollectiveError
 
 _END_SECONDS = 5.0  # that the thread is given to end
+_KEPT = 256  # lists of moves: a training job has as many as buckets
 
 
 def spelled_out(
@@ -57,8 +59,9 @@ def spelled_out(
         raise CollectiveError(f"hosts={hosts} are of {len(hosts)} ranks, and the group has {group.size}. Give the host of each rank.")
     if chunk_bytes < 1:
         raise CollectiveError(f"chunk_bytes={chunk_bytes} must be 1 or more.")
+    activity = activity or Activity()
     patience = Patience(name or f"rank {group.rank}", activity, who_left)
-    return SpelledOutGroup(group, algorithm, hosts, chunk_bytes, patience)
+    return SpelledOutGroup(group, algorithm, hosts, chunk_bytes, patience, activity)
 
 
 class SpelledOutGroup(Group):
@@ -68,13 +71,14 @@ class SpelledOutGroup(Group):
     sent_messages, sent_bytes: what this rank sent for the collectives that are spelled out, so far.
     """
 
-    def __init__(self, group: Group, algorithm: str, hosts: Sequence[int], chunk_bytes: int, patience: Patience) -> None:
+    def __init__(self, group: Group, algorithm: str, hosts: Sequence[int], chunk_bytes: int, patience: Patience, activity: Activity) -> None:
         self.algorithm = algorithm
         self.sent_messages = 0
         self.sent_bytes = 0
         self._group = group
         self._hosts = hosts
         self._chunk_bytes = chunk_bytes
+        self._activity = activity
         self._chunks: dict[tuple[str, int, int], list[Move]] = {}  # by operation, elements and elements in a chunk
         self._line = _InTurns(group) if isinstance(group, SimulatedGroup) else Background(f"{algorithm} of {patience.member}", patience)
 
@@ -183,6 +187,8 @@ class SpelledOutGroup(Group):
         chunk = max(1, self._chunk_bytes // flat.element_size())
         key = operation, flat.numel(), chunk
         if key not in self._chunks:
+            if len(self._chunks) == _KEPT:
+                self._chunks.clear()
             self._chunks[key] = in_chunks(moves(), chunk)
         chunks = self._chunks[key]
         sent = [move.stop - move.start for move in chunks if move.kind == "send"]
@@ -198,7 +204,7 @@ class SpelledOutGroup(Group):
             return
             yield
 
-        return _Passed(self._start(what, steps()), started)
+        return _Passed(self._start(what, steps()), started, self._activity)
 
     def _start(self, what: str, steps: Waits) -> Work:
         return self._line.start(what, steps)
@@ -207,12 +213,14 @@ class SpelledOutGroup(Group):
 class _Passed(Work):
     """An operation of the group underneath, which starts when those before it are over."""
 
-    def __init__(self, starting: Work, started: Sequence[Work]) -> None:
-        self._starting, self._started = starting, started
+    def __init__(self, starting: Work, started: Sequence[Work], activity: Activity) -> None:
+        self._starting, self._started, self._activity = starting, started, activity
 
     def wait(self) -> None:
         self._starting.wait()
+        self._activity.waits()
         self._started[0].wait()
+        self._activity.goes_on()
 
     def is_finished(self) -> bool:
         return self._starting.is_finished() and bool(self._started) and self._started[0].is_finished()

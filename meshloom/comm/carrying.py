@@ -23,7 +23,7 @@ from torch import Tensor
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.moves import Move
 
-CHUNK_BYTES = 512 * 1024  # docs/rings.md has what others take
+CHUNK_BYTES = 2**20  # docs/rings.md has what others take
 _AHEAD = 8  # chunks that are asked for before they are needed
 
 Waits = Generator[Work, None, None]  # an operation that goes on; it yields each work that it needs to be over, and is resumed when it was waited for

@@ -1,4 +1,4 @@
-"""What a machine does, as tables: operators by kind and size, collectives by ranks."""
+"""What a machine does, as tables: operators by kind and size, collectives by ranks; and which all-reduce is the fastest there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshloom.cluster import COUNTED_IN_FLOPS, Machine, Operation
+from meshloom.planner.algorithms import chosen_algorithms
 from meshloom.report.terminal import short
 
 
@@ -43,6 +44,10 @@ def print_machine(machine: Machine, console: Console) -> None:
     for link in machine.links:
         table.add_row(link.collective, str(link.ranks), duration(link.latency_seconds), f"{short(link.bytes_per_second)}B/s", f"{link.residual:.0%}")
     console.print(table)
+    _line(console, "")
+    _line(console, "The fastest all-reduce (all_reduce: the transport's own, measured; others: formulas, from the measured send):")
+    for each in chosen_algorithms(machine):
+        _line(console, f"  {each.choice.reason}")
 
 
 def machine_records(machine: Machine) -> list[dict[str, Any]]:
@@ -53,7 +58,8 @@ def machine_records(machine: Machine) -> list[dict[str, Any]]:
         "call_seconds": machine.call_seconds, "backward_call_seconds": machine.backward_call_seconds,
     }  # fmt: skip
     operators = [{"event": "operator", **vars(each), "unit": _unit(each)} for each in machine.operations]
-    return [{"event": "machine", **about}, *operators, *({"event": "link", **vars(each)} for each in machine.links)]
+    chosen = [{"event": "all_reduce", "ranks": each.ranks, "bytes": each.num_bytes, **vars(each.choice)} for each in chosen_algorithms(machine)]
+    return [{"event": "machine", **about}, *operators, *({"event": "link", **vars(each)} for each in machine.links), *chosen]
 
 
 def age(seconds: float) -> str:

@@ -1,0 +1,45 @@
+"""Which all-reduce is the fastest between the ranks of a measured machine, from small tensors to large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshloom.cluster import Machine, collective_seconds
+from meshloom.costs import Choice, choose_algorithm
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """For an all-reduce of `num_bytes` by each of `ranks` ranks."""
+
+    ranks: int
+    num_bytes: int
+    choice: Choice
+
+
+def chosen_algorithms(machine: Machine, sizes: Sequence[int] = SIZES) -> list[Chosen]:
+    """For every number of ranks whose all-reduce was measured: what was measured, against what the formulas say of the measured messages.
+
+    >>> from meshloom.cluster import example_machine
+    >>> [chosen.choice.reason for chosen in chosen_algorithms(example_machine(), [25 << 20])]
+    ['all_reduce: 25 MiB over 2 ranks, 27.2 ms against 28.2 ms (ring), 28.2 ms (halving), 54.4 ms (tree)']
+    """
+    message = next((link for link in machine.links if link.collective == "send"), None)
+    if message is None:
+        return []
+    return [
+        Chosen(
+            ranks=link.ranks,
+            num_bytes=num_bytes,
+            choice=choose_algorithm(
+                num_bytes, link.ranks, 1, message.latency_seconds, message.bytes_per_second,
+                own_seconds=collective_seconds(machine, "all_reduce", num_bytes, link.ranks),
+            ),
+        )
+        for link in machine.links
+        if link.collective == "all_reduce"
+        for num_bytes in sizes
+    ]  # fmt: skip

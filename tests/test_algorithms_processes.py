@@ -1,0 +1,159 @@
+"""Plans whose all-reduce is spelled out equal one device, simulated and on processes, over shared memory, Gloo and several hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hosts_worlds import Call
+from processes import on_ranks
+from torch import Tensor
+
+from meshloom.comm.algorithms import SpelledOutGroup
+from meshloom.comm.shm import why_not
+from meshloom.costs import ALGORITHMS
+from meshloom.errors import PeerLostError
+from meshloom.launch import open_world, transport
+from meshloom.mesh import Mesh
+from meshloom.trainer import Trainer
+from tests.jobs import make_job
+from tests.verified import verified
+
+CALLS = [
+    Call(name, count, dtype, op, root)
+    for dtype, op in ((torch.float32, "sum"), (torch.int64, "max"), (torch.bfloat16, "avg"))
+    for count, root in ((0, 0), (1, 1), (5, 2), (300_001, 1))
+    for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "barrier", "gather", "scatter", "all_to_all")
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "plan"),
+    [
+        ("gpt", "adamw", "dp=2,exchange=ring"),
+        ("cnn", "sgd", "dp=3,exchange=ring,zero=1,microbatches=2"),
+        pytest.param("gpt", "muon", "dp=8,exchange=ring,overlap=false", marks=pytest.mark.slow),
+        ("gpt", "adamw", "dp=5,exchange=tree"),
+        ("cnn", "adamw", "dp=4,exchange=tree,microbatches=2,sync_batch_norm=true"),
+        ("gpt", "adamw", "dp=7,exchange=halving"),
+        ("gpt", "sgd", "dp=6,exchange=halving,zero=1"),
+        ("gpt", "adamw", "dp=8,exchange=hierarchical"),
+        pytest.param("cnn", "sgd", "dp=3,exchange=hierarchical,microbatches=2", marks=pytest.mark.slow),
+        ("gpt", "adamw", "dp=2,pp=2,exchange=ring,microbatches=2"),
+        ("gpt", "adamw", "dp=4,tp=2,exchange=hierarchical"),
+    ],
+)
+def test_simulated_ranks_equal_one_device(model: str, optimizer: str, plan: str):
+    assert (
+        verified(model, optimizer, f"{plan},bucket_bytes=600") == "EQUAL"
+    )  # small buckets, so that there are several, some with less elements than ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "dp", "zero"), list(product(ALGORITHMS, range(2, 9), [0, 1])))
+@pytest.mark.parametrize("model", ["gpt", "cnn"])
+def test_every_algorithm_on_every_number_of_simulated_ranks(model: str, algorithm: str, dp: int, zero: int):
+    if zero and algorithm in ("tree", "hierarchical"):
+        pytest.skip("sums are made whole there, and zero=1 is refused")
+    assert verified(model, "adamw", f"dp={dp},exchange={algorithm},zero={zero},microbatches=2,bucket_bytes=600") == "EQUAL"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=3,exchange=ring",
+        "dp=3,exchange=ring,zero=1",
+        "dp=5,exchange=tree,compress=bf16",
+        "dp=2,tp=2,exchange=halving",
+        "dp=4,exchange=hierarchical",
+    ],
+)
+def test_bytes_are_as_predicted(plan: str):
+    with Trainer(make_job("gpt", "adamw", steps=2), plan, devices="simulated") as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+        summary = trainer.summary(0.0, {}, None)
+        assert summary.predicted == summary.counted
+        assert isinstance(trainer.replicas[0].replicas.group, SpelledOutGroup)
+        assert trainer.replicas[0].replicas.group.sent_messages > 0
+
+
+def _all_calls(algorithm: str, through: str, hosts: str) -> list[Tensor]:
+    if hosts:
+        transport.host_identity = lambda: hosts[int(os.environ["RANK"])]  # type: ignore[assignment]  # this process ends with the test
+    with open_world(Mesh(dp=int(os.environ["WORLD_SIZE"])), "cpu", 30, through, algorithm) as world:
+        group = world.local[0].groups["dp"]
+        assert isinstance(group.group, SpelledOutGroup)
+        open_ = [call.start(group) for call in CALLS]  # all in flight at once
+        for works, _ in reversed(open_):
+            for work in works:
+                work.wait()
+        return [result for _, result in open_]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "it is there")
+@pytest.mark.parametrize(
+    ("algorithm", "through", "size", "hosts"),
+    [
+        ("ring", "gloo", 3, ""),
+        ("halving", "auto", 3, ""),
+        ("hierarchical", "auto", 4, "abab"),
+        pytest.param("ring", "auto", 4, "", marks=pytest.mark.slow),
+        pytest.param("tree", "gloo", 3, "", marks=pytest.mark.slow),
+        pytest.param("tree", "auto", 4, "aabb", marks=pytest.mark.slow),
+        pytest.param("halving", "gloo", 4, "", marks=pytest.mark.slow),
+        pytest.param("hierarchical", "gloo", 5, "aabbb", marks=pytest.mark.slow),
+    ],
+)
+def test_operations_of_processes_equal_one_process(algorithm: str, through: str, size: int, hosts: str):
+    for rank, results in enumerate(on_ranks(_all_calls, size, algorithm, through, hosts)):
+        for call, result in zip(CALLS, results, strict=True):
+            assert torch.equal(result, call.expected(rank, size)), (rank, call)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("plan", "size"),
+    [
+        ("dp=3,exchange=ring,bucket_bytes=600", 3),
+        *(
+            pytest.param(f"{plan},exchange={algorithm}", size, marks=pytest.mark.slow)
+            for algorithm in ALGORITHMS
+            for plan, size in (("dp=2", 2), ("dp=4,microbatches=2", 4), ("dp=2,pp=2,microbatches=2", 4), ("dp=2,tp=2", 4))
+        ),
+        pytest.param("dp=3,exchange=halving,zero=1", 3, marks=pytest.mark.slow),
+        pytest.param("dp=3,exchange=ring,zero=1", 3, marks=pytest.mark.slow),
+        pytest.param("dp=8,exchange=ring", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_equal_one_device(plan: str, size: int):
+    assert on_ranks(verified, size, "gpt", "adamw", plan, timeout_seconds=150.0)[0] == "EQUAL"
+
+
+def _one_is_killed(through: str) -> str:
+    world: Any = open_world(Mesh(dp=3), "cpu", 30, through, "ring")
+    group = world.local[0].groups["dp"]
+    group.barrier().wait()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.all_reduce(torch.ones(100_000)).wait()
+    except PeerLostError as error:
+        return f"{error} {world.local[0].activity.now()}"
+    finally:
+        world.abort()
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("through", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_who_loses_a_rank_says_so(through: str):
+    answers = on_ranks(_one_is_killed, 3, through, may_die=[1])
+    for rank in (0, 2):
+        assert answers[rank].startswith(f"rank {rank} (dp={rank}) lost ") and "all_reduce of 400000 bytes" in answers[rank]
+        assert "waiting for another rank" in answers[rank]
