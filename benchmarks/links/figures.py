@@ -50,11 +50,13 @@ def _exchange(records: Sequence[Record]) -> plt.Figure:
             axes.plot(hosts, [each["median"] for each in some], marker, color=colour, label=label, fillstyle="none" if marker == "o" else "full")
         _label(axes, "hosts", "seconds")
         axes.set_xticks(sorted({each["hosts"] for each in records}))
+    most = max(each["hosts"] for each in records)
     for each in records:
-        if each["servers"] > 1:
+        if each["servers"] > 1 and each["hosts"] == most:
             wide.plot(each["hosts"], each["median"], "v", color="tab:red", fillstyle="none")
-            wide.annotate(f"{each['servers']} servers", (each["hosts"], each["median"]), (-6, 0), textcoords="offset points", ha="right", va="center")
-    wide.legend(frameon=False)
+            wide.annotate(f"{each['servers']} servers", (each["hosts"], each["median"]), (6, 0), textcoords="offset points", va="center")
+    figure.legend(*wide.get_legend_handles_labels(), frameon=False, loc="lower center", ncols=len(EXCHANGES), bbox_to_anchor=(0.5, -0.08), fontsize=9)
+    wide.set_xlim(right=most + 1.4)
     near.set_ylim(bottom=0)
     figure.suptitle(f"One exchange of {records[0]['bytes'] / 1e6:g} MB, links of {records[0]['links']}: points measured, lines by formula")
     return figure
@@ -117,7 +119,7 @@ def _speedup(records: Sequence[Record]) -> plt.Figure:
         axes.set_title(axis)
         axes.set_xticks(ranks)
         _label(axes, "ranks", "times as fast as one rank")
-    rows[0].legend(frameon=False)
+    figure.legend(*rows[0].get_legend_handles_labels(), frameon=False, loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.1))
     return figure
 
 
