@@ -77,8 +77,12 @@ def _exchange(records: list[Record]) -> str:
         of = {each["hosts"]: each for each in records if (each["algorithm"], each["servers"]) == (name, servers)}
         named = f"{servers} server{'s' if servers > 1 else ''}" if servers else name
         rounds = max(len(each["seconds"]) for each in of.values())
-        rows.append([f"{named} ({rounds})", *(f"{of[n]['median']:.3g} / {of[n]['formula']:.3g}" if n in of else "" for n in hosts)])
+        rows.append([f"{named} ({rounds})", *(f"{_seconds(of[n]['median'])} / {_seconds(of[n]['formula'])}" if n in of else "" for n in hosts)])
     return table(["seconds, median (of rounds) / formula", *(f"N={n}" for n in hosts)], rows)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"
 
 
 def _overlap(records: list[Record]) -> str:
