@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from meshloom.comm import shm
+from meshloom.launch.environment import cores
 from tests import two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 JOB = str(Path(__file__).with_name("hosts_job.py"))
 MACHINES = "through shared memory on each of 2 machines and over Gloo between them"
+README = Path(__file__).parents[1] / "README.md"
 SECONDS_TO_TELL = 10.0
+SECONDS_IN_A_STEP = 2.0  # far more than one takes
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +72,34 @@ def test_each_rank_sends_its_part_of_the_bytes_between_hosts(hosts: list[str]):
     assert gloo["bytes"] > 1.4 * tensor
 
 
-@pytest.mark.parametrize("victim", [1, 2])
-def test_a_killed_rank_ends_all_others_on_both_hosts(hosts: list[str], victim: int, tmp_path: Path):
-    words = ["-m", "meshloom", "train", JOB, "--plan", "dp=4", "--devices", "cpu", "--steps", "1000000", "--json", "-"]
-    with two_hosts.ranks_on(hosts, words, [0, 0, 1, 1]) as processes:
+@contextmanager
+def training(hosts: list[str], places: list[int], timeout_seconds: float = 600) -> Generator[list[subprocess.Popen[str]]]:
+    """Ranks in the middle of a training that does not end."""
+    words = [
+        "-m",
+        "meshloom",
+        "train",
+        JOB,
+        "--plan",
+        f"dp={len(places)}",
+        "--devices",
+        "cpu",
+        "--steps",
+        "1000000",
+        "--timeout",
+        f"{timeout_seconds:g}",
+    ]
+    with two_hosts.ranks_on(hosts, [*words, "--json", "-"], places) as processes:
         first = processes[0].stdout
         assert first
-        while '"step"' not in first.readline():
+        while '"event": "step"' not in first.readline():
             assert processes[0].poll() is None, processes[0].stderr and processes[0].stderr.read()
+        yield processes
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_rank_ends_all_others_on_both_hosts(hosts: list[str], victim: int):
+    with training(hosts, [0, 0, 1, 1]) as processes:
         processes[victim].kill()
         killed = time.monotonic()
         for rank, process in enumerate(processes):
@@ -87,3 +113,48 @@ def test_a_killed_rank_ends_all_others_on_both_hosts(hosts: list[str], victim: i
                 if victim // 2 == rank // 2:
                     assert f"lost rank {victim} (dp={victim})" in errors, errors
         assert time.monotonic() - killed < SECONDS_TO_TELL
+
+
+def test_the_readme_s_lines_train_on_two_hosts(hosts: list[str], tmp_path: Path):
+    lines = [line.split() for line in README.read_text().splitlines() if line.startswith("    torchrun --nnodes 2")]
+    assert len(lines) == 2
+    (tmp_path / "job.py").write_text("from tests.hosts_job import job\n")
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    commands = [[torchrun, *(two_hosts.ADDRESSES[0] if word == "node1" else word for word in line[1:])] for line in lines]
+    with two_hosts.running(hosts, commands, tmp_path) as processes:
+        said = [process.communicate(timeout=120) for process in processes]
+        errors = "\n".join(error for _, error in said)
+        assert [process.returncode for process in processes] == [0, 0], errors
+    began = f"plan dp=4 on cpu: 4 ranks as processes 2 on each machine's {cores()} cores, "
+    assert any(line.startswith(began) and line.endswith(f"talking {MACHINES}") for line in said[0][0].splitlines()), said[0][0]
+
+
+@pytest.mark.parametrize(("places", "down"), [([0, 1], 0), ([0, 1], 1), ([0, 0, 1, 1], 1)])
+def test_a_link_that_is_cut_ends_all_with_the_names_of_both_hosts(hosts: list[str], places: list[int], down: int):
+    with training(hosts, places, timeout_seconds=5) as processes:
+        try:
+            two_hosts.cut(hosts[down])
+            ended = [process.communicate(timeout=5 + SECONDS_TO_TELL)[1] for process in processes]
+        finally:
+            two_hosts.mend(hosts[down])
+    assert [process.returncode for process in processes] == [1] * len(places)
+    told: set[int] = set()
+    for rank, (place, errors) in enumerate(zip(places, ended, strict=True)):
+        other = (rank + len(places) // 2) % len(places)  # of several ranks on a host each talks to the one of its own number on the other
+        if f"rank {rank} (dp={rank}) on {hosts[place]} waited too long for rank {other} (dp={other}) on {hosts[1 - place]} in " in errors:
+            told.add(place)
+        else:
+            assert f"rank {rank} (dp={rank}) lost rank {rank ^ 1} (dp={rank ^ 1}), which has aborted" in errors, errors
+    assert told == {0, 1}  # the others heard it from them
+
+
+def test_a_link_that_is_mended_in_time_is_waited_for(hosts: list[str]):
+    with training(hosts, [0, 1], timeout_seconds=60) as processes:
+        two_hosts.cut(hosts[1])
+        first = processes[0].stdout
+        assert first
+        while select.select([first], [], [], SECONDS_IN_A_STEP)[0]:  # what was on its way when the cable was pulled
+            assert first.readline()
+        two_hosts.mend(hosts[1])
+        for _ in range(3):
+            assert '"event": "step"' in first.readline()

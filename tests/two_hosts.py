@@ -62,11 +62,55 @@ def ranks_on(hosts: Sequence[str], command: Sequence[str], places: Sequence[int]
                 "PYTHONPATH": Path(__file__).parents[1],
             }
             environment = {**os.environ, **{name: str(value) for name, value in told.items()}}
-            words = ["ip", "netns", "exec", hosts[place], sys.executable, *command]
-            processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
+            processes.append(_start(hosts[place], [sys.executable, *command], environment))
         yield processes
     finally:
-        for process in processes:
+        _end(processes)
+
+
+@contextmanager
+def running(hosts: Sequence[str], commands: Sequence[Sequence[str]], directory: Path) -> Generator[list[subprocess.Popen[str]]]:
+    """One command on each host, in `directory`, where they leave what they like. What they have started ends with them."""
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for host, command in zip(hosts, commands, strict=True):
+            environment = {
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": WIRE,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(Path(__file__).parents[1]),
+                "TMPDIR": str(directory),
+            }
+            processes.append(_start(host, command, environment, directory))
+        yield processes
+    finally:
+        _end(processes)
+
+
+def cut(host: str) -> None:
+    """Pull the cable."""
+    _ip("-n", host, "link", "set", WIRE, "down")
+
+
+def mend(host: str) -> None:
+    """Put it back."""
+    _ip("-n", host, "link", "set", WIRE, "up")
+
+
+def _start(host: str, command: Sequence[str], environment: dict[str, str], directory: Path | None = None) -> subprocess.Popen[str]:
+    """In the namespace, under its name as the host's."""
+    named = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', host]
+    words = ["ip", "netns", "exec", host, *named, *command]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=directory)
+
+
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.terminate()  # torchrun ends its ranks
+    for process in processes:
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
 

@@ -10,7 +10,7 @@ it lives, `abort()` leaves a note in the group's store, which waiting ranks look
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.mean import divide
+from meshloom.comm.notes import Notes
 from meshloom.errors import CollectiveError, PeerLostError
 
 # torch 2.13 renamed these two and warns about the old names.
@@ -28,7 +29,6 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single" if hasattr(d
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_NOTE = "meshloom/left"  # key in a group's store: the member that aborted
 _GLANCE = timedelta(seconds=1)
 
 # Fragments of what Gloo, NCCL and the store say, in lower case.
@@ -53,6 +53,7 @@ class C10dGroup(Group):
         self._members = tuple(members)
         self._device = device or torch.device("cpu")
         self._activity = activity or Activity()
+        self._notes = Notes(process_group.get_group_store)
         self._aborted = False
 
     @property
@@ -146,8 +147,7 @@ class C10dGroup(Group):
         if self._aborted:
             return
         self._aborted = True
-        with suppress(RuntimeError):  # the store went away with its host: everybody's connections have closed
-            self._process_group.get_group_store().set(_NOTE, self._members[self.rank])
+        self._notes.leave(self._members[self.rank])
         if self._device.type == "cuda":
             self._process_group.abort()  # NCCL kernels under way spin until told otherwise
 
@@ -195,11 +195,7 @@ class C10dGroup(Group):
 
     def who_left(self) -> str | None:
         """The member that has aborted, if one has and its note can be read."""
-        try:
-            store = self._process_group.get_group_store()
-            return store.get(_NOTE).decode() if store.check([_NOTE]) else None
-        except RuntimeError:
-            return None
+        return self._notes.who_left()
 
     @contextmanager
     def _explained(self, what: str) -> Generator[None]:

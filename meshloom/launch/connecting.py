@@ -127,4 +127,5 @@ class Connections:
         return group
 
     def _names(self, ranks: Sequence[int]) -> list[str]:
-        return [rank_name(rank, self._mesh) for rank in ranks]
+        """What to call each of `ranks` in errors: with its host, if they run on several."""
+        return [rank_name(rank, self._mesh) + self._transports.where(rank, ranks) for rank in ranks]

@@ -50,6 +50,16 @@ class Transports:
         hosts = self.layout(ranks)
         return hosts if not self.gloo_because and (len(hosts) == 1 or _is_grid(hosts)) else None
 
+    def where(self, rank: int, ranks: Sequence[int]) -> str:
+        """On which host `rank` runs, by name, if `ranks` are on several and their names tell them apart; otherwise "".
+
+        >>> Transports(hosts=("node1 ...", "node1 ...", "node2 ...")).where(2, [1, 2])
+        ' on node2'
+        """
+        hosts = {self.hosts[each] for each in ranks}
+        names = {host.split()[0] for host in hosts}
+        return f" on {self.hosts[rank].split()[0]}" if len(names) == len(hosts) > 1 else ""
+
     def text(self, mesh: Mesh) -> str:
         """How the ranks of `mesh` talk, as in "4 ranks, ...".
 
