@@ -15,21 +15,19 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 
-from meshloom.cluster import Link, load, machine_file, save
+from meshloom.calibration import Request, measure_here, measure_machine
+from meshloom.cluster import load, machine_file, save
 from meshloom.errors import DeviceError, JobError, PlanError
 from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
-from meshloom.launch import World, choose_devices, cores, default_ranks, is_rank, leave, open_world, report_failure, run_ranks
+from meshloom.launch import choose_devices, default_ranks, is_first_rank, is_rank, leave, report_failure, run_ranks
 from meshloom.launch.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
-from meshloom.mesh import Mesh
 from meshloom.plan import Plan, num_bytes_of
-from meshloom.planner.calibrate import machine_of, measure_operators
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
-from meshloom.planner.links import measure_links
 from meshloom.planner.staged import stage_plan, staged
 from meshloom.report.description import description_records, print_description
 from meshloom.report.directory import print_run_directory, read_run_directory, run_directory_records, show_timeline
@@ -58,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave(report_failure(error))
     try:
         if arguments.verb == "calibrate":
-            return _start_calibration(arguments, words)
+            return _calibrate(arguments)
         if arguments.verb == "report":
             return _report(arguments)
         check_target(arguments.target)
@@ -140,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--ranks", type=int, help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)")
     calibrate.add_argument("--out", metavar="FILE", help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)")
     calibrate.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long a rank waits for another (default: 60)")
+    calibrate.add_argument("--part", help=argparse.SUPPRESS)  # for our own ranks: where their part of the measurements goes
+    calibrate.add_argument("--brief", action="store_true", help=argparse.SUPPRESS)
     calibrate.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     report = verbs.add_parser("report", help="say what a run has left in its directory, or draw a step of it")
     report.add_argument("run", metavar="RUN", help="the directory that the run was given as --out")
@@ -329,34 +329,18 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _start_calibration(arguments: argparse.Namespace, words: list[str]) -> int:
-    """Ranks that measure together, or this process alone if there is to be one."""
-    on_gpus = arguments.devices != "cpu" and default_ranks("cuda") > 0 and torch.cuda.is_available()
-    num_ranks = arguments.ranks if arguments.ranks is not None else default_ranks("cuda") if on_gpus else min(cores(), 8)
-    if num_ranks < 1:
-        raise PlanError(f"--ranks {num_ranks} must be 1 or more.")
-    mesh = Mesh(dp=num_ranks)
-    kind, _ = choose_devices(mesh, "cuda" if on_gpus else arguments.devices if arguments.devices != "auto" else "cpu")
-    arguments.devices = kind
-    if num_ranks == 1:
-        return _calibrate(arguments)
-    return run_ranks([sys.executable, "-m", "meshloom", *words], mesh, kind, str(Plan(dp=num_ranks)), transport=arguments.transport)
-
-
 def _calibrate(arguments: argparse.Namespace) -> int:
-    """On each rank: measure; rank 0 writes and prints. Groups of all ranks, and where they are many, of two and of half."""
+    """Measure with ranks of our own, or as one of those that were started; the first of them writes and prints."""
     started = time.perf_counter()
-    num_ranks = default_ranks("cpu")
-    links: dict[int, tuple[Link, ...]] = {}
-    with open_world(Mesh(dp=num_ranks), arguments.devices, arguments.timeout, arguments.transport) as world:
-        operators = measure_operators(world.local[0].device)
-        _add_links(links, world)
-    if num_ranks >= 4 and num_ranks % 2 == 0:
-        with open_world(Mesh(dp=num_ranks // 2, tp=2), arguments.devices, arguments.timeout, arguments.transport) as halves:
-            _add_links(links, halves)
-    if not world.main:
+    request = Request(devices=arguments.devices, ranks=arguments.ranks, transport=arguments.transport, timeout_seconds=arguments.timeout)
+    machine = measure_here(request, brief=arguments.brief) if is_rank() else measure_machine(request)
+    if isinstance(machine, int):
+        return machine
+    if not is_first_rank():
         return 0
-    machine = machine_of(operators, [link for size in sorted(links) for link in links[size]], world.local[0].device, cores=cores())
+    if arguments.part:
+        save(machine, Path(arguments.part))
+        return 0
     path = Path(arguments.out) if arguments.out else machine_file(machine.device)
     save(machine, path)
     console = Console(stderr=arguments.json == "-")
@@ -367,12 +351,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         for record in machine_records(machine):
             records.write(**record)
     return 0
-
-
-def _add_links(links: dict[int, tuple[Link, ...]], world: World) -> None:
-    for group in world.local[0].groups.values():
-        if group.size > 1 and group.size not in links:
-            links[group.size] = measure_links(group, world.local[0].device)
 
 
 class _Records:

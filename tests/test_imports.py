@@ -17,7 +17,7 @@ ORDER = [
     ["__main__"],
     ["cli"],
     ["__init__"],
-    ["verify"],
+    ["verify", "calibration"],
     ["trainer"],
     ["asynchronous"],
     ["launch"],
@@ -34,12 +34,12 @@ ORDER = [
     ["loss"],
     ["job"],
     ["plan", "random", "cluster"],
-    ["plan_exchange"],
+    ["plan_exchange", "links"],
     ["mesh"],
     ["errors"],
 ]
 LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}
-PLAIN_VALUES = {"mesh.py", "plan.py", "plan_exchange.py", "cluster.py", "errors.py", "pipeline/schedule.py"}  # import no torch
+PLAIN_VALUES = {"mesh.py", "plan.py", "plan_exchange.py", "cluster.py", "links.py", "errors.py", "pipeline/schedule.py"}  # import no torch
 MAY_NAME_DISTRIBUTED = ("comm/", "launch/")
 MAY_READ_ENVIRONMENT = ("launch/environment.py",)
 OPTIONAL = {"matplotlib", "transformers", "sklearn", "psutil", "hypothesis", "pytest"}  # not there in every installation

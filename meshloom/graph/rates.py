@@ -110,7 +110,7 @@ def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
         measured=lines,
         send=_line_of_sends(machine) if "send" in measured else None,
         machine=machine,
-        source=f"measured on {machine.name} at {time.strftime('%Y-%m-%d %H:%M', time.localtime(machine.measured_at))}",
+        source=f"measured on {machine.name} at {time.strftime('%Y-%m-%d %H:%M', time.localtime(machine.measured_at))}{f' over {machine.transport}' if machine.transport else ''}",
     )
 
 

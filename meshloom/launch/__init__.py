@@ -24,7 +24,7 @@ The store in which ranks meet is the launcher's, on a port that the kernel picke
 from __future__ import annotations
 
 from meshloom.launch.devices import DEVICES, Kind, choose_devices, default_ranks
-from meshloom.launch.environment import cores, is_rank, launched_plan
+from meshloom.launch.environment import cores, is_first_rank, is_rank, launched_plan
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.launcher import run_ranks
 from meshloom.launch.opening import open_world
@@ -38,6 +38,7 @@ __all__ = [
     "choose_devices",
     "cores",
     "default_ranks",
+    "is_first_rank",
     "is_rank",
     "launched_plan",
     "leave",
