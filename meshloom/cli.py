@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 
+from meshloom.at_hand import Wish, devices_for
 from meshloom.calibration import Request, measure_here, measure_machine
 from meshloom.cluster import load, machine_file, save
 from meshloom.errors import DeviceError, JobError, PlanError
@@ -26,9 +27,11 @@ from meshloom.launch import choose_devices, default_ranks, is_first_rank, is_ran
 from meshloom.launch.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
 from meshloom.plan import Plan, num_bytes_of
+from meshloom.planner.advise import advise
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.staged import stage_plan, staged
+from meshloom.report.advice import advice_records, print_advice
 from meshloom.report.description import description_records, print_description
 from meshloom.report.directory import print_run_directory, read_run_directory, run_directory_records, show_timeline
 from meshloom.report.machine import machine_records, print_machine
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_target(arguments.target)
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever.")
-        if arguments.verb == "describe":
+        if arguments.verb in ("describe", "plan"):
             return _run_here(arguments)
         plan = _plan(arguments)
         if plan.exchange == "async" and arguments.verb == "train":
@@ -87,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="meshloom", description="Train a single-device PyTorch job on many devices, and prove that the result is the same."
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify | describe | calibrate | report")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report")
     train = verbs.add_parser("train", help="train a job under a plan")
     verify = verbs.add_parser("verify", help="run a job under a plan and on one device, and compare")
     for verb in (train, verify):
@@ -132,6 +135,15 @@ def _parser() -> argparse.ArgumentParser:
     describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
     describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
     describe.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
+    plan = verbs.add_parser("plan", help="price the plans that the devices allow, and say which to take and why")
+    plan.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
+    plan.add_argument("--plan", metavar="PLAN", help="price this plan alone")
+    plan.add_argument("--devices", default="auto", metavar="DEVICES", help="auto, cpu, or at most how many ranks (default: one per core, up to 8)")
+    plan.add_argument("--ranks", type=int, metavar="N", help="plans of at most N ranks; they share cores if there are fewer")
+    plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, like 8GiB (default: its share of the host's memory)")
+    plan.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
+    plan.add_argument("--machine", metavar="FILE", help="the machine to price for (default: this one; it is measured first if it was not)")
+    plan.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     calibrate = verbs.add_parser("calibrate", help="measure what this machine does, for predictions")
     calibrate.add_argument("--devices", default="auto", choices=["auto", "cpu", "cuda"], help="what to measure (default: GPUs if there are any)")
     calibrate.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
@@ -171,6 +183,8 @@ def _run_here(arguments: argparse.Namespace) -> int:
         records = _Records(arguments.json, stack)
         if arguments.verb == "describe":
             return _describe(arguments, job, records)
+        if arguments.verb == "plan":
+            return _advise(arguments, job, records)
         terminal = Terminal(Console(stderr=arguments.json == "-"))
         return (_train if arguments.verb == "train" else _verify)(arguments, job, terminal, records)
 
@@ -311,6 +325,25 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
         print("", *lines_of(stages), sep="\n", file=stream)
         records.write("stages", **stages_record(stages))
     return 0
+
+
+def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
+    stream = sys.stderr if arguments.json == "-" else sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
+    wish = Wish(
+        devices=arguments.devices, ranks=arguments.ranks, memory_bytes=num_bytes_of(arguments.memory) if arguments.memory else 0,
+        transport=arguments.transport, machine=Path(arguments.machine) if arguments.machine else None,
+    )  # fmt: skip
+    plans = [Plan.parse(arguments.plan)] if arguments.plan else None
+    devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
+    if isinstance(devices, int):
+        return devices
+    with console.status("") as status:
+        found = advise(job, devices, plans=plans, tell=status.update)
+    print_advice(found, console)
+    for record in advice_records(found):
+        records.write(**record)
+    return 0 if found.recommended else 1
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,10 @@
 """How fast ranks talk, and how much they slow each other down, as measured: lines from bytes to seconds, and factors.
 
-    seconds of a collective                     seconds of an operator
-        |             .  bytes / rate               |        .   4 ranks on 2 cores
-        |        .                                  |    .       2 ranks on 2 cores
-        |.  latency                                 |.           alone
-        +--------------- bytes                      +----------- ranks that compute at the same time
+seconds of a collective                     seconds of an operator
+    |             .  bytes / rate               |        .   4 ranks on 2 cores
+    |        .                                  |    .       2 ranks on 2 cores
+    |.  latency                                 |.           alone
+    +--------------- bytes                      +----------- ranks that compute at the same time
 """
 
 from __future__ import annotations

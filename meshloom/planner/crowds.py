@@ -1,9 +1,9 @@
 """How much slower operators become when ranks compute at the same time, measured by the ranks of a group together.
 
-    busy ranks    rank 0   rank 1   rank 2   rank 3
-    1             works    waits    waits    waits      what the others are compared with
-    2             works    works    waits    waits      they share the memory's bandwidth
-    4             works    works    works    works      ... and on fewer than 4 cores the cores
+busy ranks    rank 0   rank 1   rank 2   rank 3
+1             works    waits    waits    waits      what the others are compared with
+2             works    works    waits    waits      they share the memory's bandwidth
+4             works    works    works    works      ... and on fewer than 4 cores the cores
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def measure_links(group: Group, device: torch.device, *, among: int, place: Wher
     Sums are measured a second time where ranks can have memory in common, on tensors that lie there, as gradients do.
     """
     windows = windows_of(group) if device.type == "cpu" else None
-    wanted = [(collective, False) for collective in COLLECTIVES] + [(each, True) for each in SUMS if windows]
+    wanted: list[tuple[Collective, bool]] = [(collective, False) for collective in COLLECTIVES] + [(each, True) for each in SUMS if windows]
     links: list[Link] = []
     for collective, in_place in wanted:
         measured: list[tuple[float, float]] = []

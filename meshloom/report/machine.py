@@ -51,7 +51,10 @@ def print_machine(machine: Machine, console: Console) -> None:
     for crowd in machine.crowds:
         if crowd.ranks > 1:
             threads = f"{crowd.threads} thread{'s' * (crowd.threads > 1)}"
-            _line(console, f"{crowd.ranks} busy ranks of {threads}: products take {crowd.compute:.2f} times as long as alone, memory {crowd.memory:.2f} times")
+            _line(
+                console,
+                f"{crowd.ranks} busy ranks of {threads}: products take {crowd.compute:.2f} times as long as alone, memory {crowd.memory:.2f} times",
+            )
 
 
 def machine_records(machine: Machine) -> list[dict[str, Any]]:
