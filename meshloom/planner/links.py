@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ def measure_links(group: Group, device: torch.device, *, among: int, place: Wher
     Sums are measured a second time where ranks can have memory in common, on tensors that lie there, as gradients do.
     """
     windows = windows_of(group) if device.type == "cpu" else None
-    wanted: list[tuple[Collective, bool]] = [(collective, False) for collective in COLLECTIVES] + [(each, True) for each in SUMS if windows]
+    wanted: Sequence[tuple[Collective, bool]] = [(each, False) for each in COLLECTIVES]
+    if windows:
+        wanted = [*wanted, *((each, True) for each in SUMS)]
     links: list[Link] = []
     for collective, in_place in wanted:
         measured: list[tuple[float, float]] = []

@@ -32,7 +32,7 @@ class StepPrice:
 
     chunks: forwards and backwards, talking along tp and messages along pp included. exchange: along dp, what no computing hides. update: of
     parameters. other: what else a rank computes in the step: buckets, sums, norms. talking: along tp and pp, of one rank, within `chunks`.
-    idle_share: of the step in which a rank computes nothing, on average.
+    idle_share: of the step in which a rank has nothing to compute, on average.
     """
 
     seconds: float
@@ -86,13 +86,13 @@ class _Pricer:
                 talking[axis] = within
         chunks, busy = self._chunks(step, parts)
         exchange = max(self._exchange(each, part) for each, part in zip(step, parts, strict=True))
-        update = self._together([part.update for part in parts])
-        update += max(sum(self._seconds(call) for call in part.calls_in_update) for part in parts)
-        other = self._together([part.before_update for part in parts]) + self._together([part.after_update for part in parts])
-        seconds = chunks + exchange + update + other
-        busy += statistics.mean(each.seconds - part.chunks for each, part in zip(step, parts, strict=True))
+        computing = [[part.update for part in parts], [part.before_update for part in parts], [part.after_update for part in parts]]
+        update, *others = map(self._together, computing)
+        busy += sum(seconds * _evenness(each) for seconds, each in zip((update, *others), computing, strict=True))
+        update += max(sum(map(self._seconds, part.calls_in_update)) for part in parts)
+        seconds = chunks + exchange + update + sum(others)
         return StepPrice(
-            seconds=seconds, chunks=chunks, exchange=exchange, update=update, other=other, talking=MappingProxyType(talking),
+            seconds=seconds, chunks=chunks, exchange=exchange, update=update, other=sum(others), talking=MappingProxyType(talking),
             idle_share=max(0.0, 1.0 - busy / seconds),
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ class _Pricer:
         within = [[call for call in part.calls_in_chunks if call.axis != "dp"] for part in parts]
         if self._rehearsal.schedule is None:
             computing = self._together([part.chunks for part in parts])
-            busy = computing * statistics.mean(part.chunks for part in parts) / max(part.chunks for part in parts)
+            busy = computing * _evenness([part.chunks for part in parts])
             return computing + max(sum(map(self._seconds, calls)) for calls in within), busy
         schedule, others = self._rehearsal.schedule, self._size // self._plan.pp
         alone: dict[Action, float] = {}
@@ -185,6 +185,12 @@ class _Parts:
         self.calls_in_chunks = [call for call in step.calls if call.at <= first.start]
         self.calls_in_update = [call for call in step.calls if update.start < call.at <= update.stop]
         self.calls_in_exchange = [call for call in step.calls if first.start < call.at <= update.start or call.at > update.stop]
+
+
+def _evenness(seconds: Sequence[float]) -> float:
+    """The mean beside the longest: how much of the time in which the slowest computes ranks do on average."""
+    longest = max(seconds)
+    return statistics.mean(seconds) / longest if longest else 0.0
 
 
 def _collective(kind: str) -> Collective:
