@@ -119,9 +119,7 @@ def test_steps_of_a_round_are_averaged_and_others_give_their_median():
 def test_more_bandwidth_never_makes_a_plan_slower(rate: float, times: float, sent: list[tuple[int, float, Any]], place: Any):
     calls = tuple(call(axis, "all_reduce", num_bytes, at) for num_bytes, at, axis in sorted(sent, key=lambda each: each[1]))
     found = rehearsal("dp=2,tp=2", [step(1.0, update=0.1, calls=calls)] * 4)
-    slow, fast = (
-        price_step(found, machine(latency=1e-4, bytes_per_second=each), places=Places(dp=place)).seconds for each in (rate, rate * times)
-    )
+    slow, fast = (price_step(found, machine(latency=1e-4, bytes_per_second=each), places=Places(dp=place)).seconds for each in (rate, rate * times))
     assert fast <= slow * (1 + 1e-12)
 
 
