@@ -95,22 +95,28 @@ def measure_here(request: Request, *, brief: bool = False) -> Machine:
     """What the ranks of this run, of which this process is one, measure together; or this process alone. brief: operators are of no interest."""
     num_ranks = default_ranks("cpu")
     seconds = OPERATOR_SECONDS * (BRIEF if brief else 1.0)
-    links: dict[int, tuple[Link, ...]] = {}
+    links: dict[tuple[int, Where], tuple[Link, ...]] = {}
     with open_world(Mesh(dp=num_ranks), request.devices, request.timeout_seconds, request.transport) as world:
         here = world.local[0]
         operators = measure_operators(here.device, seconds=seconds)
-        crowds = measure_crowds(here.groups["dp"]) if num_ranks > 1 and here.device.type == "cpu" else ()
+        alike = len(set(_hosts(world))) == 1 and here.device.type == "cpu"  # ranks of several hosts do not slow each other down
+        crowds = measure_crowds(here.groups["dp"]) if num_ranks > 1 and alike else ()
         _add_links(links, world)
         transport = transport_of(here.groups["dp"], here.device) if num_ranks > 1 else ""
     for size in range(2, num_ranks):
-        if num_ranks % size == 0 and size not in links:
+        if num_ranks % size == 0:
             mesh = Mesh(dp=num_ranks // size, tp=size)
             with open_world(mesh, request.devices, request.timeout_seconds, request.transport) as divided:
                 _add_links(links, divided)
     return machine_of(
-        operators, [link for size in sorted(links) for link in links[size]], here.device, cores=cores(), crowds=crowds, ranks=num_ranks,
+        operators,
+        [link for key in sorted(links) for link in links[key]],
+        here.device,
+        cores=cores(),
+        crowds=crowds,
+        ranks=num_ranks,
         transport=transport,
-    )  # fmt: skip
+    )
 
 
 def numbers_of_ranks(most: int) -> list[int]:
@@ -130,11 +136,15 @@ def joined(parts: Sequence[Machine]) -> Machine:
     return replace(last, links=links, crowds=tuple(crowds[key] for key in sorted(crowds)))
 
 
-def _add_links(links: dict[int, tuple[Link, ...]], world: World) -> None:
-    here = world.local[0]
-    hosts = run_in_steps([collect(here.world, host_identity())])[0]
+def _add_links(links: dict[tuple[int, Where], tuple[Link, ...]], world: World) -> None:
+    """Of the groups that this rank is in; the other ranks of each decide alike."""
+    here, hosts = world.local[0], _hosts(world)
     for axis, group in here.groups.items():
-        if group.size > 1 and group.size not in links:
-            on = {hosts[rank] for rank in world.mesh.group_of(axis, here.rank)}
-            place: Where = "inside" if len(on) == 1 else "between"
-            links[group.size] = measure_links(group, here.device, among=world.mesh.size, place=place)
+        place: Where = "inside" if len({hosts[rank] for rank in world.mesh.group_of(axis, here.rank)}) == 1 else "between"
+        if group.size > 1 and (group.size, place) not in links:
+            links[group.size, place] = measure_links(group, here.device, among=world.mesh.size, place=place)
+
+
+def _hosts(world: World) -> list[str]:
+    """By rank, an identity of where it runs."""
+    return run_in_steps([collect(world.local[0].world, host_identity())])[0]

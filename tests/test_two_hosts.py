@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshloom.cluster import load
 from meshloom.comm import shm
 from tests import two_hosts
 
@@ -87,3 +88,12 @@ def test_a_killed_rank_ends_all_others_on_both_hosts(hosts: list[str], victim: i
                 if victim // 2 == rank // 2:
                     assert f"lost rank {victim} (dp={victim})" in errors, errors
         assert time.monotonic() - killed < SECONDS_TO_TELL
+
+
+def test_links_inside_a_host_and_between_hosts_are_measured_apart(hosts: list[str], tmp_path: Path):
+    path = tmp_path / "machine.json"
+    out, _ = _answers(hosts, ["-m", "meshloom", "calibrate", "--devices", "cpu", "--out", str(path)], [0, 0, 1, 1])
+    machine = load(path)
+    assert {(link.ranks, link.place) for link in machine.links} == {(2, "inside"), (2, "between"), (4, "between")}
+    assert machine.transport == "shm+gloo" and "between hosts" in out
+    assert not machine.crowds  # ranks of two hosts do not share cores

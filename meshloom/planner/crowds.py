@@ -16,7 +16,7 @@ import torch
 from meshloom.comm.group import Group
 from meshloom.links import Crowd
 
-CROWD_SECONDS = 0.25  # of each kind of operator for each number of busy ranks
+CROWD_SECONDS = 0.2  # of each kind of operator for each number of busy ranks
 _WIDTH = 192  # a product of matrices that stay in a core's cache
 _ELEMENTS = 1 << 21  # that do not
 

@@ -17,7 +17,7 @@ from meshloom.links import COLLECTIVES, Collective, Link, Where, fit_link
 from meshloom.planner.timing import now, typical
 
 SUMS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")
-LINK_SECONDS = 1.2  # for all collectives of one group
+LINK_SECONDS = 0.9  # for all collectives of one group
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 RUNS = (4, 200)  # least and most repetitions of one size
 
