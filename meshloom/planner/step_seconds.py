@@ -18,8 +18,7 @@ from meshloom.cluster import Machine, collective_seconds
 from meshloom.errors import MachineError
 from meshloom.links import COLLECTIVES, Collective, Where
 from meshloom.mesh import AXES, Axis
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.spans import ACTION_KINDS
+from meshloom.planner.actions import pipelined
 from meshloom.planner.on_cores import Effort, run_on_cores
 from meshloom.planner.rehearsal import Call, RankStep, Rehearsal
 
@@ -85,7 +84,7 @@ class _Pricer:
             if within:
                 talking[axis] = within
         chunks, busy = self._chunks(step, parts)
-        exchange = max(self._exchange(each, part) for each, part in zip(step, parts, strict=True))
+        exchange = max(map(self._exchange, parts))
         computing = [[part.update for part in parts], [part.before_update for part in parts], [part.after_update for part in parts]]
         update, *others = map(self._together, computing)
         busy += sum(seconds * _evenness(each) for seconds, each in zip((update, *others), computing, strict=True))
@@ -104,43 +103,23 @@ class _Pricer:
             busy = computing * _evenness([part.chunks for part in parts])
             return computing + max(sum(map(self._seconds, calls)) for calls in within), busy
         schedule, others = self._rehearsal.schedule, self._size // self._plan.pp
-        alone: dict[Action, float] = {}
-        talking: dict[Action, float] = {}
-        sending: dict[Action, float] = {}
-        around: list[float] = []
-        rest: list[float] = []
-        for own, part, calls in zip(step, parts, within, strict=True):
-            counted, stop, actions = set[int](), 0.0, [span for span in own.spans if span.kind in ACTION_KINDS]
-            for span, after in zip(actions, [*actions[1:], None], strict=True):
-                action = span.action
-                assert action is not None
-                inside = [number for number, call in enumerate(calls) if stop <= call.at <= span.stop and call.axis == "tp"]
-                posted = [
-                    number
-                    for number, call in enumerate(calls)
-                    if call.kind == "send" and span.stop <= call.at <= (after.start if after else part.chunks) and call.axis == "pp"
-                ] if after or action.kind != "W" else []  # fmt: skip
-                counted.update(inside, posted)
-                for found, value in (
-                    (alone, span.stop - (stop or span.start)),
-                    (talking, sum(self._seconds(calls[number]) for number in inside)),
-                    (sending, sum(self._seconds(calls[number]) for number in posted)),
-                ):
-                    found[action] = max(found.get(action, 0.0), value)
-                stop = span.stop
-            around.append(part.chunks - sum(after.stop for after in actions[-1:]) + sum(first.start for first in actions[:1]))
-            rest.append(sum(self._seconds(call) for number, call in enumerate(calls) if number not in counted))
+        ranks = [pipelined(own, calls, part.chunks, self._seconds) for own, part, calls in zip(step, parts, within, strict=True)]
+        # Of replicas, and of ranks along tp, the slowest counts.
+        took = {action: [rank.actions[action] for rank in ranks if action in rank.actions] for _, action in schedule}
         shared = run_on_cores(
             schedule,
-            lambda action: Effort(alone_seconds=alone[action], talking_seconds=talking[action]),
-            lambda before, _: sending[before],
+            lambda action: Effort(alone_seconds=max(each.alone for each in took[action]), talking_seconds=max(each.talking for each in took[action])),
+            lambda before, _: max(each.sending for each in took[before]),
             lambda busy: self._slow(busy * others),
         )
-        return shared.seconds + self._together(around) + max(rest), statistics.mean(shared.busy_seconds)
+        seconds = shared.seconds + self._together([rank.around for rank in ranks]) + max(rank.rest for rank in ranks)
+        return seconds, statistics.mean(shared.busy_seconds)
 
-    def _exchange(self, own: RankStep, part: _Parts) -> float:
-        """What is left to wait for when a rank has computed its chunks, and what comes after. Where somebody else than the cores moves the bytes, they move
-        while chunks are computed."""
+    def _exchange(self, part: _Parts) -> float:
+        """What is left to wait for when a rank has computed its chunks, and what comes after.
+
+        Where somebody else than the cores moves the bytes, they move while chunks are computed.
+        """
         before = [call for call in part.calls_in_chunks if call.axis == "dp"]
         after = sum(self._seconds(call) for call in part.calls_in_exchange)
         if self._machine.device == "cpu" and self._places.dp == "inside":
