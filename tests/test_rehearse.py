@@ -32,7 +32,7 @@ PLANS = [
     ("gpt", "dp=3,zero=1,microbatches=2"),
     ("gpt", "pp=2,microbatches=3"),
     ("gpt", "tp=2"),
-    ("gpt", "dp=2,pp=2,tp=2,microbatches=2"),
+    pytest.param("gpt", "dp=2,pp=2,tp=2,microbatches=2", marks=pytest.mark.slow),
     ("cnn", "dp=2,sync_batch_norm=true"),
     ("mlp", "dp=2,exchange=server"),
     ("mlp", "dp=2,exchange=local_sgd,local_steps=2"),

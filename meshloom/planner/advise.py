@@ -53,7 +53,9 @@ def advise(job: Job, devices: Devices, *, plans: Iterable[Plan] | None = None, t
     Raises `PlanError` if none of them can run the job, with what was wrong with the last, and what the job raises.
     """
     pricer = Pricer(job, devices)
-    wanted = list(plans) if plans is not None else list(candidates(devices.num_ranks, job.batch_size, zero=not devices.common_memory))
+    short = pricer.one_device.peak > devices.limit(1)
+    every = candidates(devices.num_ranks, job.batch_size, zero=not devices.common_memory, short_of_memory=short)
+    wanted = list(every if plans is None else plans)
     options: list[Option] = []
     refused: dict[str, str] = {}
     last: MeshloomError | None = None

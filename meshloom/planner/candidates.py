@@ -12,18 +12,22 @@ from collections.abc import Iterator
 from meshloom.plan import Plan
 
 ALL_UP_TO = 4  # ranks; of more, only products that are powers of two, and those that use all of them
+PIECES = 4  # microbatches that keep activations small
 PER_STAGE = (2, 4)  # microbatches for each rank along pp
 
 
-def candidates(num_ranks: int, batch_size: int, *, zero: bool = False) -> Iterator[Plan]:
-    """At most `num_ranks` ranks, few ranks first. zero: with optimizer state divided over replicas, too."""
+def candidates(num_ranks: int, batch_size: int, *, zero: bool = False, short_of_memory: bool = False) -> Iterator[Plan]:
+    """At most `num_ranks` ranks, few ranks first.
+
+    zero: with optimizer state divided over replicas, too. short_of_memory: with microbatches where nothing else asks for them, too.
+    """
     for size in range(1, num_ranks + 1):
         if size > ALL_UP_TO and size != num_ranks and size & (size - 1):
             continue
         for dp, pp, tp in _products(size):
             if dp > batch_size:
                 continue
-            for microbatches in _microbatches(pp, batch_size // dp):
+            for microbatches in _microbatches(pp, batch_size // dp, short_of_memory):
                 plan = Plan(dp=dp, pp=pp, tp=tp, microbatches=microbatches)
                 yield plan
                 if zero and dp > 1:
@@ -41,12 +45,12 @@ def _products(size: int) -> list[tuple[int, int, int]]:
     ]  # fmt: skip
 
 
-def _microbatches(pp: int, samples: int) -> list[int]:
+def _microbatches(pp: int, samples: int, short_of_memory: bool = False) -> list[int]:
     """For a replica with so many samples: some per stage, as far as there are samples.
 
-    >>> _microbatches(1, 64), _microbatches(2, 64), _microbatches(4, 8), _microbatches(4, 3)
-    ([1], [4, 8], [8], [3])
+    >>> _microbatches(1, 64), _microbatches(1, 64, True), _microbatches(2, 64), _microbatches(4, 8), _microbatches(4, 3)
+    ([1], [1, 4], [4, 8], [8], [3])
     """
     if pp == 1:
-        return [1]
+        return sorted({1, min(samples, PIECES)}) if short_of_memory else [1]
     return sorted({min(samples, each * pp) for each in PER_STAGE})

@@ -53,6 +53,8 @@ def what_it_does(plan: Plan) -> str:
     if plan.pp > 1:
         chunks = f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "the batch in one piece, so that one rank works at a time"
         parts.append(f"the layers are divided over {plan.pp} ranks, which hand on {chunks}")
+    elif plan.microbatches > 1:
+        parts.append(f"a replica's share is computed in {plan.microbatches} pieces, one after another")
     if plan.tp > 1:
         parts.append(f"every layer is divided over {plan.tp} ranks, which add up their parts in each")
     return ", and ".join(parts) or "one rank does everything"
@@ -89,6 +91,7 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
         plan.tp > 1
     )
     how += ["zero=1 divides the optimizer's state"] * (plan.zero > 0)
+    how += [f"microbatches={plan.microbatches} keeps the activations of fewer samples at a time"] * (plan.pp == 1 < plan.microbatches)
     how += [f"dp={plan.dp} lets each rank hold the activations of fewer samples"] * (not how)
     return (
         f"{room}, so the whole does not fit and has to be divided. Take {plan}: {' and '.join(how)}, a rank holds {amount(best.memory_bytes)}, "
@@ -107,6 +110,8 @@ def exchange_reason(options: Sequence[Option], devices: Devices) -> str:
     ring, server = ring_seconds(n, size, link), server_seconds(n, size, link)
     if devices.common_memory:
         how = "ranks of one host that share memory read each other's gradients where they lie, and nothing is sent twice"
+    elif server < ring:
+        how = "so little is sent that the number of messages decides, and exchange=server may be faster; --plan prices it"
     else:
         how = "every link carries the same, while all of a server's traffic goes over one"
     return (

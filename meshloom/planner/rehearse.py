@@ -37,7 +37,7 @@ from meshloom.state.team_data import open_team_reader
 
 T = TypeVar("T")
 WARM_UP_STEPS = 2  # optimizer state is made in the first, memory is touched, kernels are chosen
-STEPS = (2, 7)  # least and most that count
+STEPS = (2, 15)  # least and most that count
 SECONDS = 0.5  # of one rank's own clock, after which there are enough
 
 
