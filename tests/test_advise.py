@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from jobs import make_job
 from rehearsals import machine
 from rich.console import Console
@@ -43,6 +44,10 @@ def test_every_product_of_at_most_the_devices_is_a_candidate():
     assert not [plan for plan in candidates(4, 2) if plan.dp > 2]  # of two samples no three replicas have some each
     assert {plan.mesh.size for plan in candidates(12, 64)} == {1, 2, 3, 4, 8, 12}
     assert {plan.zero for plan in candidates(2, 64, zero=True)} == {0, 1}
+    assert {plan.schedule for plan in candidates(2, 64)} == {"1f1b", "zb-h1"}
+    short = list(candidates(2, 64, memory_bytes=4096))
+    assert {plan.microbatches for plan in short if plan.mesh.size == plan.dp} == {1, 4}
+    assert {plan.memory_bytes for plan in short if plan.pp > 1 or plan.tp > 1} == {4096}
 
 
 def test_of_plans_that_are_about_as_fast_the_simplest_is_recommended():
@@ -148,6 +153,20 @@ def test_a_loss_that_cannot_be_read_is_priced_without_being_read():
     assert {str(each.plan) for each in found.options} == {"dp=1", "dp=2"}
     assert list(found.refused) == ["dp=1,tp=2"]
     assert found.one_device.peak > 0
+
+
+def test_an_optimizer_that_needs_values_has_its_memory_measured():
+    job = make_job("mlp", "sgd")
+
+    class Careful(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    assert float(parameter.sum()) != 2.0, "a parameter without values says 2"
+            return super().step(closure)
+
+    found = advise(replace(job, optimizer=lambda named: Careful(named, lr=0.1), scheduler=None), devices(), plans=[Plan()])
+    assert found.one_device.peak > found.one_device.parameters > 0
 
 
 def test_a_plan_that_cannot_run_the_job_is_the_error_when_it_was_the_only_one():

@@ -53,8 +53,8 @@ def advise(job: Job, devices: Devices, *, plans: Iterable[Plan] | None = None, t
     Raises `PlanError` if none of them can run the job, with what was wrong with the last, and what the job raises.
     """
     pricer = Pricer(job, devices)
-    short = pricer.one_device.peak > devices.limit(1)
-    every = candidates(devices.num_ranks, job.batch_size, zero=not devices.common_memory, short_of_memory=short)
+    limit = devices.memory_bytes if pricer.one_device.peak > devices.limit(1) else 0
+    every = candidates(devices.num_ranks, job.batch_size, zero=not devices.common_memory, memory_bytes=limit)
     wanted = list(every if plans is None else plans)
     options: list[Option] = []
     refused: dict[str, str] = {}

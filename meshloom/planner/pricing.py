@@ -15,7 +15,7 @@ from meshloom.job import Job
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.planner.amdahl import Work, bound, with_communication
 from meshloom.planner.measure import measure_memory
-from meshloom.planner.memory import predict_memory
+from meshloom.planner.memory import Memory, predict_memory
 from meshloom.planner.rehearsal import RankStep, Rehearsal
 from meshloom.planner.rehearse import rehearse
 from meshloom.planner.step_seconds import Places, StepPrice, price_step
@@ -78,7 +78,8 @@ class Speedup:
 class Pricer:
     """Of one job on some devices.
 
-    one_device: memory of a step on one device, predicted from the program, or measured where the loss cannot be read. estimated: whether it was predicted.
+    one_device: memory of a step on one device: predicted from the program, or measured where the loss cannot be read or the optimizer needs values.
+    unread: why the loss cannot be read as a program; "": it can.
     """
 
     def __init__(self, job: Job, devices: Devices) -> None:
@@ -86,14 +87,14 @@ class Pricer:
         self._devices = devices
         self._programs: dict[int, Program] = {}
         self._priced: dict[str, Cost] = {}
-        self.unread = ""  # why the loss cannot be read as a program
+        self.unread = ""
         try:
             self._priced = costs(self._program(job.batch_size))
-            self.one_device = predict_memory(self._program(job.batch_size), job.optimizer)
         except CaptureError as error:
             self.unread = str(error)
-            self.one_device = measure_memory(job, first_batches(job, 1))
-        one = self.one_device
+        predicted = self._predicted(Plan())
+        self._is_predicted = predicted is not None
+        self.one_device = one = predicted or measure_memory(job, first_batches(job, 1))
         self._optimizer_factor = one.optimizer / one.parameters if one.parameters else OPTIMIZER_FACTOR
         self._memory_share = self._share_of_memory()
         self._speed = self._relative_speed()
@@ -137,17 +138,30 @@ class Pricer:
         return at_speed(found, self._speed) if self._speed != 1.0 else found
 
     def _memory(self, rehearsal: Rehearsal) -> int:
-        """Of the rank that holds most. Replicas that are whole: the prediction for their chunk; parts of one: what was held when it was rehearsed, and temporaries
-        as large as those of the whole model, divided over tp."""
+        """Of the rank that holds most.
+
+        Replicas that are whole: the prediction for their chunk. Parts of one, and exchanges that keep more than buckets: what was held when it was
+        rehearsed, the batch, and temporaries as large as one device's for such a chunk, divided over tp.
+        """
         plan = rehearsal.plan
-        if not plan.reads and not plan.local and plan.exchange == "all_reduce" and plan.compress == "none" and not self.unread:
-            size = chunk_sizes(self._job.batch_size, plan.num_chunks)[0]
-            return predict_memory(
-                self._program(size), self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp, zero=plan.zero, one_copy=rehearsal.one_copy
-            ).peak  # fmt: skip
+        if self._is_predicted and not plan.reads and not plan.local and plan.exchange == "all_reduce" and plan.compress == "none":
+            predicted = self._predicted(plan, one_copy=rehearsal.one_copy)
+            if predicted is not None:
+                return predicted.peak
         temporaries = self.one_device.temporaries // (plan.num_chunks * plan.tp)
-        batch = self.one_device.batch // plan.dp
-        return max(each.total for each in rehearsal.held) + temporaries + batch
+        return max(each.total for each in rehearsal.held) + temporaries + self.one_device.batch // plan.dp
+
+    def _predicted(self, plan: Plan, *, one_copy: bool = False) -> Memory | None:
+        """From shapes; None where the loss cannot be read, or the optimizer cannot be stepped without values."""
+        if self.unread:
+            return None
+        program = self._program(chunk_sizes(self._job.batch_size, plan.num_chunks)[0])
+        try:
+            return predict_memory(
+                program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp, zero=plan.zero, one_copy=one_copy
+            )  # fmt: skip
+        except Exception:  # the user's optimizer may do anything; then memory is measured
+            return None
 
     def _program(self, samples: int) -> Program:
         if samples not in self._programs:
