@@ -11,7 +11,7 @@ from meshloom.pipeline.spans import Span
 from meshloom.plan import Plan
 from meshloom.planner.rehearsal import Call, Held, RankStep, Rehearsal
 
-NOTHING = Held(parameters=0, gradients=0, optimizer=0, buffers=0, batch=0, kept=0)
+NOTHING = Held(parameters=0, gradients=0, optimizer=0, buffers=0, kept=0)
 
 
 def machine(*, latency: float = 0.0, bytes_per_second: float = 1e9, alike: bool = True, **values: Any) -> Machine:

@@ -51,19 +51,18 @@ class RankStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes that a rank holds: always, and at most from forwards to backwards. Temporaries are not among them."""
+    """Bytes that a rank holds: always, and at most from forwards to backwards. The batch and temporaries are not among them."""
 
     parameters: int
     gradients: int
     optimizer: int
     buffers: int
-    batch: int
     kept: int
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.batch + self.kept
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.kept
 
 
 @dataclass(frozen=True, kw_only=True)

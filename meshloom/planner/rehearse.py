@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import torch
-from torch import nn
 
 from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group
@@ -22,6 +22,7 @@ from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, Turns, advance_one
 from meshloom.errors import PlanError
+from meshloom.graph.amounts import amount
 from meshloom.job import Job
 from meshloom.mesh import AXES, Axis, Mesh, Place
 from meshloom.pipeline.recorder import Recorder
@@ -51,7 +52,6 @@ def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimiz
     if plan.exchange == "async":
         raise PlanError("exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train.")
     plan.check_batch(job.batch_size)
-    _check_room(job, plan)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -62,7 +62,7 @@ def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimiz
                 ranks.run(lambda rank, step=step: rank.replica.step(step, shares[rank.number]))
             cycle = plan.local_steps if plan.local else 1
             steps: list[tuple[RankStep, ...]] = []
-            while len(steps) < STEPS[0] * cycle or (len(steps) < STEPS[1] and sum(step[0].seconds for step in steps) < SECONDS) or len(steps) % cycle:
+            while not _enough(steps, cycle):
                 number = WARM_UP_STEPS + len(steps)
                 steps.append(tuple(ranks.run(lambda rank, number=number: _timed_step(rank, number, shares[rank.number]))))
             replicas = [rank.replica for rank in ranks.all]
@@ -121,6 +121,7 @@ def _ranks(job: Job, plan: Plan, common_memory: bool) -> Iterator[_Ranks]:
     try:
         for rank in ranks.all:
             rank.replica = Replica(job, plan, rank, share=True)
+            _check_room(rank.replica, plan.mesh.size - rank.number)
         ranks.run(lambda rank: rank.replica.prepare())
         yield ranks
     finally:
@@ -204,22 +205,35 @@ def _held(replica: Replica, kept: int, optimizer_factor: float) -> Held:
         gradients=trained + (-(-trained // plan.dp) if plan.zero and plan.dp > 1 and not one_copy else 0),
         optimizer=round(optimizer_factor * owned),
         buffers=sum(each.nbytes for each in replica.model.buffers() if not each.is_meta),
-        batch=0,
         kept=kept,
     )
 
 
-def _check_room(job: Job, plan: Plan) -> None:
-    """All ranks build the whole model at first."""
-    with preserved_draws(), torch.device("meta"):
-        built: Any = job.model()
-    num_bytes = sum(each.nbytes for each in built.parameters()) if isinstance(built, nn.Module) else 0
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if 4 * num_bytes * plan.mesh.size > room:
+def _enough(steps: Sequence[Sequence[RankStep]], cycle: int) -> bool:
+    """Whether so many steps will do. cycle: after how many steps they repeat."""
+    least, most = (number * cycle for number in STEPS)
+    seconds = sum(step[0].seconds for step in steps)
+    return len(steps) % cycle == 0 and len(steps) >= least and (len(steps) >= most or seconds >= SECONDS)
+
+
+def _check_room(replica: Replica, num_ranks: int) -> None:
+    """Raise `PlanError` if there is no room for so many ranks, this one included, which has built its model. Each builds the whole of it at first."""
+    num_bytes = 4 * sum(each.nbytes for each in replica.model.parameters())  # with gradients and an optimizer's two averages
+    if num_bytes * num_ranks > free_bytes():
         raise PlanError(
-            f"{plan} cannot be rehearsed here: {plan.mesh.size} ranks build {num_bytes / 2**30:.1f} GiB of parameters each in this process, with gradients "
-            f"and state four times that, and {room / 2**30:.1f} GiB of memory are free. Price plans of fewer ranks, or a model with fewer layers."
+            f"{replica.plan} cannot be rehearsed here: {num_ranks} ranks hold up to {amount(num_bytes)} each in this process, and {amount(free_bytes())} "
+            "of memory are free. Price plans of fewer ranks, or a model with fewer layers."
         )
+
+
+def free_bytes() -> int:
+    """Memory of this machine that can be had."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(available)
 
 
 def _to_its_end(rank: Steps[T]) -> T:
