@@ -176,7 +176,7 @@ def fit_link(
 
 
 def slowdown(crowds: Sequence[Crowd], busy: float, threads: int, memory_share: float, cores: int) -> float:
-    """How much longer a rank of `threads` threads takes when `busy` ranks compute, than alone. Between measured numbers it is interpolated.
+    """How much longer a rank of `threads` threads takes when `busy` ranks compute, than alone. Between measured numbers it is interpolated; never less than 1.
 
     Beyond the largest, and where nothing was measured: cores are shared evenly.
 
@@ -192,9 +192,9 @@ def slowdown(crowds: Sequence[Crowd], busy: float, threads: int, memory_share: f
     known = sorted({1.0: 1.0, **measured}.items())
     for (low, at_low), (high, at_high) in pairwise(known):
         if busy <= high:
-            return at_low + (at_high - at_low) * (busy - low) / (high - low)
+            return max(1.0, at_low + (at_high - at_low) * (busy - low) / (high - low))
     most, at_most = known[-1]
-    return at_most * max(1.0, busy * threads / cores) / max(1.0, most * threads / cores)
+    return max(1.0, at_most * max(1.0, busy * threads / cores) / max(1.0, most * threads / cores))
 
 
 def _is_number(value: object) -> bool:
