@@ -94,6 +94,23 @@ def test_a_pipeline_takes_the_schedule_with_its_messages():
     assert price.idle_share == pytest.approx(1 - 6.25 / 10.25)
 
 
+def test_a_pipeline_of_divided_layers_talks_within_its_actions():
+    """One microbatch: 0F0, 1F0, 1B0, 0B0 one after another, each with a sum of 0.5 s along tp; gaps of 0.25 s belong to the action that comes."""
+    schedule = make_schedule("1f1b", 2, 1)
+    ranks: list[RankStep] = []
+    for place in (0, 0, 1, 1):  # ranks in order of pp, then of tp
+        spans = (
+            Span(kind="F", start=0.0, stop=1.0, stage=place, microbatch=0),
+            Span(kind="B", start=1.25, stop=3.25, stage=place, microbatch=0),
+        )
+        calls = tuple(call("tp", "all_reduce", 500, at=at) for at in (0.5, 2.0))
+        ranks.append(step(3.5, calls=calls, actions=spans))
+    price = price_step(rehearsal("pp=2,tp=2", ranks, schedule=schedule), machine(bytes_per_second=1000.0))
+    # two forwards of 1.5, two backwards of 0.25 + 2.5, and 0.25 after the last action
+    assert price.chunks == pytest.approx(2 * 1.5 + 2 * 2.75 + 0.25)
+    assert price.talking == {"tp": pytest.approx(1.0)}
+
+
 def test_a_pipeline_on_one_core_takes_the_sum():
     schedule = make_schedule("1f1b", 2, 2)
     ranks = [step(6.0, actions=actions(schedule, rank, {"F": 1.0, "B": 2.0})) for rank in range(2)]
