@@ -70,19 +70,16 @@ def test_bytes_are_those_that_a_run_counts(model: str, text: str):
 def test_ranks_that_share_memory_hand_over_what_was_rehearsed(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Over shared memory gradients are added up where they lie, by other calls than over a network."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    totals: list[int] = []
-    for steps in (2, 3):
-        path = tmp_path / f"{steps}.jsonl"
-        assert main(["train", FILE, "--plan", "dp=2", "--devices", "cpu", "--steps", str(steps), "--json", str(path)]) == 0
-        end = records(path.read_text())[-1]
-        assert end["bytes"]["predicted"] == end["bytes"]["counted"]
-        totals.append(end["bytes"]["counted"]["dp"]["reduce_scatter"])
+    path = tmp_path / "run.jsonl"
+    assert main(["train", FILE, "--plan", "dp=2", "--devices", "cpu", "--steps", "2", "--json", str(path)]) == 0
+    end = records(path.read_text())[-1]
+    assert end["bytes"]["predicted"] == end["bytes"]["counted"]
     job = load_job(FILE)
     assert job is not None
     found = rehearse(job, Plan.parse("dp=2"), threads=1, common_memory=True)
     assert found.one_copy
     rehearsed = [call.num_bytes for call in found.steps[0][0].calls if call.kind == "reduce_scatter"]
-    assert sum(rehearsed) == totals[1] - totals[0] > 0
+    assert 2 * sum(rehearsed) == end["bytes"]["counted"]["dp"]["reduce_scatter"] > 0  # nothing of it is done but in steps
     assert all(call.in_place for call in found.steps[0][0].calls if call.kind == "reduce_scatter")
     capfd.readouterr()
 
