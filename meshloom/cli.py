@@ -18,32 +18,22 @@ from rich.console import Console
 from meshloom.asynchronous.options import add_asynchronous, check_asynchronous, circumstances_of, settings_of
 from meshloom.asynchronous.playing import join
 from meshloom.asynchronous.processes import ProcessRun
-from meshloom.cluster import Link, load, machine_file, save
+from meshloom.at_hand import Wish, devices_for
+from meshloom.calibration import Request, measure_here, measure_machine
+from meshloom.cluster import load, machine_file, save
 from meshloom.errors import JobError, PlanError
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
-from meshloom.launch import (
-    World,
-    choose_devices,
-    choose_for_workers,
-    cores,
-    default_ranks,
-    is_rank,
-    leave,
-    open_world,
-    report_failure,
-    run_ranks,
-)
+from meshloom.launch import choose_devices, choose_for_workers, default_ranks, is_first_rank, is_rank, leave, report_failure, run_ranks
 from meshloom.launch.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
-from meshloom.mesh import Mesh
 from meshloom.plan import Plan, num_bytes_of
-from meshloom.planner.calibrate import machine_of, measure_operators
+from meshloom.planner.advise import advise
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
-from meshloom.planner.links import measure_links
 from meshloom.planner.staged import stage_plan, staged
+from meshloom.report.advice import advice_records, print_advice
 from meshloom.report.description import description_records, print_description
 from meshloom.report.directory import print_run_directory, read_run_directory, run_directory_records, show_timeline
 from meshloom.report.machine import machine_records, print_machine
@@ -71,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave(report_failure(error))
     try:
         if arguments.verb == "calibrate":
-            return _start_calibration(arguments, words)
+            return _calibrate(arguments)
         if arguments.verb == "report":
             return _report(arguments)
         check_target(arguments.target)
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever.")
-        if arguments.verb == "describe":
+        if arguments.verb in ("describe", "plan"):
             return _run_here(arguments)
         plan = _plan(arguments)
         if arguments.verb == "train":
@@ -102,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="meshloom", description="Train a single-device PyTorch job on many devices, and prove that the result is the same."
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify | describe | calibrate | report")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report")
     train = verbs.add_parser("train", help="train a job under a plan")
     verify = verbs.add_parser("verify", help="run a job under a plan and on one device, and compare")
     for verb in (train, verify):
@@ -137,12 +127,23 @@ def _parser() -> argparse.ArgumentParser:
     describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
     describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
     describe.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
+    plan = verbs.add_parser("plan", help="price the plans that the devices allow, and say which to take and why")
+    plan.add_argument("target", metavar="FILE.py[:NAME]", help="as for train")
+    plan.add_argument("--plan", metavar="PLAN", help="price this plan alone")
+    plan.add_argument("--devices", default="auto", metavar="DEVICES", help="auto, cpu, or at most how many ranks (default: one per core, up to 8)")
+    plan.add_argument("--ranks", type=int, metavar="N", help="plans of at most N ranks; they share cores if there are fewer")
+    plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, like 8GiB (default: its share of the host's memory)")
+    plan.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
+    plan.add_argument("--machine", metavar="FILE", help="the machine to price for (default: this one; it is measured first if it was not)")
+    plan.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     calibrate = verbs.add_parser("calibrate", help="measure what this machine does, for predictions")
     calibrate.add_argument("--devices", default="auto", choices=["auto", "cpu", "cuda"], help="what to measure (default: GPUs if there are any)")
     calibrate.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
     calibrate.add_argument("--ranks", type=int, help="ranks that measure together (default: one per GPU; on the CPU one per core, at most 8)")
     calibrate.add_argument("--out", metavar="FILE", help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)")
     calibrate.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long a rank waits for another (default: 60)")
+    calibrate.add_argument("--part", help=argparse.SUPPRESS)  # for our own ranks: where their part of the measurements goes
+    calibrate.add_argument("--brief", action="store_true", help=argparse.SUPPRESS)
     calibrate.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     report = verbs.add_parser("report", help="say what a run has left in its directory, or draw a step of it")
     report.add_argument("run", metavar="RUN", help="the directory that the run was given as --out")
@@ -174,6 +175,8 @@ def _run_here(arguments: argparse.Namespace) -> int:
         records = _Records(arguments.json, stack)
         if arguments.verb == "describe":
             return _describe(arguments, job, records)
+        if arguments.verb == "plan":
+            return _advise(arguments, job, records)
         terminal = Terminal(Console(stderr=arguments.json == "-"))
         return (_train if arguments.verb == "train" else _verify)(arguments, job, terminal, records)
 
@@ -340,6 +343,25 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
     return 0
 
 
+def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
+    stream = sys.stderr if arguments.json == "-" else sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
+    wish = Wish(
+        devices=arguments.devices, ranks=arguments.ranks, memory_bytes=num_bytes_of(arguments.memory) if arguments.memory else 0,
+        transport=arguments.transport, machine=Path(arguments.machine) if arguments.machine else None,
+    )  # fmt: skip
+    plans = [Plan.parse(arguments.plan)] if arguments.plan else None
+    devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
+    if isinstance(devices, int):
+        return devices
+    with console.status("") as status:
+        found = advise(job, devices, plans=plans, tell=status.update)
+    print_advice(found, console)
+    for record in advice_records(found):
+        records.write(**record)
+    return 0 if found.recommended else 1
+
+
 def _report(arguments: argparse.Namespace) -> int:
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
@@ -356,34 +378,18 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _start_calibration(arguments: argparse.Namespace, words: list[str]) -> int:
-    """Ranks that measure together, or this process alone if there is to be one."""
-    on_gpus = arguments.devices != "cpu" and default_ranks("cuda") > 0 and torch.cuda.is_available()
-    num_ranks = arguments.ranks if arguments.ranks is not None else default_ranks("cuda") if on_gpus else min(cores(), 8)
-    if num_ranks < 1:
-        raise PlanError(f"--ranks {num_ranks} must be 1 or more.")
-    mesh = Mesh(dp=num_ranks)
-    kind, _ = choose_devices(mesh, "cuda" if on_gpus else arguments.devices if arguments.devices != "auto" else "cpu")
-    arguments.devices = kind
-    if num_ranks == 1:
-        return _calibrate(arguments)
-    return run_ranks([sys.executable, "-m", "meshloom", *words], mesh, kind, str(Plan(dp=num_ranks)), transport=arguments.transport)
-
-
 def _calibrate(arguments: argparse.Namespace) -> int:
-    """On each rank: measure; rank 0 writes and prints. Groups of all ranks, and where they are many, of two and of half."""
+    """Measure with ranks of our own, or as one of those that were started; the first of them writes and prints."""
     started = time.perf_counter()
-    num_ranks = default_ranks("cpu")
-    links: dict[int, tuple[Link, ...]] = {}
-    with open_world(Mesh(dp=num_ranks), arguments.devices, arguments.timeout, arguments.transport) as world:
-        operators = measure_operators(world.local[0].device)
-        _add_links(links, world)
-    if num_ranks >= 4 and num_ranks % 2 == 0:
-        with open_world(Mesh(dp=num_ranks // 2, tp=2), arguments.devices, arguments.timeout, arguments.transport) as halves:
-            _add_links(links, halves)
-    if not world.main:
+    request = Request(devices=arguments.devices, ranks=arguments.ranks, transport=arguments.transport, timeout_seconds=arguments.timeout)
+    machine = measure_here(request, brief=arguments.brief) if is_rank() else measure_machine(request)
+    if isinstance(machine, int):
+        return machine
+    if not is_first_rank():
         return 0
-    machine = machine_of(operators, [link for size in sorted(links) for link in links[size]], world.local[0].device, cores=cores())
+    if arguments.part:
+        save(machine, Path(arguments.part))
+        return 0
     path = Path(arguments.out) if arguments.out else machine_file(machine.device)
     save(machine, path)
     console = Console(stderr=arguments.json == "-")
@@ -394,12 +400,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         for record in machine_records(machine):
             records.write(**record)
     return 0
-
-
-def _add_links(links: dict[int, tuple[Link, ...]], world: World) -> None:
-    for group in world.local[0].groups.values():
-        if group.size > 1 and group.size not in links:
-            links[group.size] = measure_links(group, world.local[0].device)
 
 
 class _Records:

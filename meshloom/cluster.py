@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from meshloom.errors import MachineError
+from meshloom.links import COLLECTIVES, Collective, Crowd, Link, Where, seconds_of, slowdown
 
 # Kinds of operators that share a curve. The first three are counted in FLOPs, the others in bytes read and written.
 Kind = Literal["matmul", "attention", "convolution", "elementwise", "activation", "normalization", "softmax", "reduction", "gather", "draw"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COUNTED_IN_FLOPS: frozenset[Kind] = frozenset({"matmul", "attention", "convolution"})
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
-COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-SCHEMA = 1  # of the file
+SCHEMA = 2  # of the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +63,6 @@ class Operation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """Seconds of one collective among `ranks` ranks: latency_seconds + bytes / bytes_per_second, fitted to measurements.
-
-    Bytes are those of the tensor that one rank hands in. residual: largest relative error of the fit.
-    """
-
-    collective: Collective
-    ranks: int
-    latency_seconds: float
-    bytes_per_second: float
-    residual: float
-
-    def __post_init__(self) -> None:
-        if self.collective not in COLLECTIVES:
-            raise MachineError(f"A link of {self.collective!r} is not known. Collectives are {', '.join(COLLECTIVES)}.")
-        if not isinstance(self.ranks, int) or self.ranks < 2:
-            raise MachineError(f"{self.collective} among {self.ranks!r} ranks is no link. Give 2 ranks or more.")
-        if not _number(self.latency_seconds) or self.latency_seconds < 0 or not _positive(self.bytes_per_second):
-            raise MachineError(
-                f"{self.collective} among {self.ranks} ranks takes {self.latency_seconds!r} s and {self.bytes_per_second!r} bytes/s, "
-                "which are no latency and no rate. Calibrate again."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Machine:
     """One machine and one kind of its devices, as measured.
 
@@ -97,6 +71,8 @@ class Machine:
     memory_bytes: of one device.
     measured_at: seconds since 1970.
     call_seconds, backward_call_seconds: of an operator that moves nothing, like a view.
+    ranks: that measured `operations`, at the same time. crowds: how much slower operators become when ranks compute at the same time.
+    transport: what the links were measured through: shm, gloo, nccl, or shm+gloo between hosts; "": there are none.
     """
 
     name: str
@@ -111,6 +87,9 @@ class Machine:
     backward_call_seconds: float
     operations: tuple[Operation, ...]
     links: tuple[Link, ...] = ()
+    crowds: tuple[Crowd, ...] = ()
+    ranks: int = 1
+    transport: str = ""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -125,6 +104,15 @@ class Machine:
 
     def _curves(self, kind: Kind, backward: bool) -> dict[str, Operation]:
         return {each.dtype: each for each in self.operations if each.kind == kind and each.backward == backward}
+
+    def slowdown(self, busy: float, threads: int, memory_share: float = 0.5) -> float:
+        """How much longer a rank with so many threads takes when `busy` ranks compute, than alone. memory_share: of its time, moving memory.
+
+        Where no crowd was measured: that of sharing cores, and on devices other than CPUs nothing.
+        """
+        if self.device != "cpu":
+            return 1.0
+        return slowdown(self.crowds, busy, threads, memory_share, self.cores)
 
     def operation(self, kind: Kind, dtype: str, *, backward: bool = False) -> Operation:
         """The curve of a kind; for a dtype that was not measured, that of one of the same width, else float32's, else any."""
@@ -157,55 +145,23 @@ def operator_seconds(machine: Machine, kind: Kind, dtype: str, *, flops: float =
     return max(_on_curve(operation.points, flops), bytes_seconds)
 
 
-def collective_seconds(machine: Machine, collective: Collective, num_bytes: float, ranks: int) -> float:
-    """Predicted seconds of a collective of `ranks` ranks, each handing in `num_bytes`. Raises `MachineError` if none was measured.
-
-    For a number of ranks that was not measured, the nearest one's latency and bytes are scaled by the steps of a ring and what it
-    moves: an all-reduce takes 2(N-1) steps and moves 2(N-1)/N of the bytes (Patarasuk & Yuan, 2009).
+def collective_seconds(
+    machine: Machine, collective: Collective, num_bytes: float, ranks: int, *, among: int | None = None, place: Where | None = None, in_place: bool = False
+) -> float:  # fmt: skip
+    """Predicted seconds of a collective of `ranks` ranks, each handing in `num_bytes`: `links.seconds_of`. Raises `MachineError` if none was measured.
 
     >>> machine = example_machine()
-    >>> collective_seconds(machine, "all_reduce", 1e9, 2)
-    1.001
-    >>> collective_seconds(machine, "all_reduce", 1e9, 4)
-    1.503
+    >>> collective_seconds(machine, "all_reduce", 1e9, 2), collective_seconds(machine, "all_reduce", 1e9, 4)
+    (1.001, 1.503)
     """
     if ranks == 1:
         return 0.0
-    found = [link for link in machine.links if link.collective == collective]
-    if not found:
+    found = seconds_of(machine.links, collective, num_bytes, ranks, among=among, place=place, in_place=in_place)
+    if found is None:
         raise MachineError(
             f"The machine {machine.name} has no measured {collective}: it was calibrated with one rank. Calibrate with --ranks 2 or more."
         )
-    link = min(found, key=lambda each: abs(math.log(each.ranks / ranks)))
-    steps, moved = _ring(collective, ranks)
-    measured_steps, measured_moved = _ring(collective, link.ranks)
-    return link.latency_seconds * steps / measured_steps + num_bytes / link.bytes_per_second * moved / measured_moved
-
-
-def fit_link(collective: Collective, ranks: int, measured: Sequence[tuple[float, float]]) -> Link:
-    """The line through (bytes, seconds) that has the least relative squared error.
-
-    >>> fit_link("send", 2, [(1e3, 0.002), (1e6, 1.001)])
-    Link(collective='send', ranks=2, latency_seconds=0.001, bytes_per_second=1000000.0, residual=0.0)
-    """
-    # Minimise sum(((a + b x) / y - 1)^2): the normal equations with u = 1/y and v = x/y. Sizes differ by thousands, so errors are relative.
-    pairs = [(1 / seconds, num_bytes / seconds) for num_bytes, seconds in measured]
-    uu, uv, vv = (sum(one[i] * one[j] for one in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
-    u, v = sum(one[0] for one in pairs), sum(one[1] for one in pairs)
-    determinant = uu * vv - uv * uv
-    latency, per_byte = ((u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant) if determinant > 1e-12 * uu * vv else (0.0, v / vv)
-    if latency < 0:
-        latency, per_byte = 0.0, v / vv
-    elif per_byte <= 0:  # noise: a larger message was not slower
-        latency, per_byte = 0.0, max(seconds / num_bytes for num_bytes, seconds in measured[-1:])
-    residual = max(abs((latency + per_byte * num_bytes) / seconds - 1) for num_bytes, seconds in measured)
-    return Link(
-        collective=collective,
-        ranks=ranks,
-        latency_seconds=round(latency, 12),
-        bytes_per_second=float(f"{1 / per_byte:.6g}"),
-        residual=round(residual, 6),
-    )
+    return found
 
 
 def save(machine: Machine, path: Path) -> None:
@@ -283,17 +239,11 @@ def _on_curve(points: Sequence[tuple[float, float]], work: float) -> float:
     return round(low_seconds * (high_seconds / low_seconds) ** share, 15)
 
 
-def _ring(collective: Collective, ranks: int) -> tuple[float, float]:
-    """Steps of a ring and bytes that a rank sends per byte that it hands in."""
-    steps = {"all_reduce": 2 * (ranks - 1), "broadcast": math.log2(ranks), "send": 1}.get(collective, ranks - 1)
-    moved = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": ranks - 1, "broadcast": 1, "send": 1}.get(collective, (ranks - 1) / ranks)
-    return steps, moved
-
-
 def _machine(found: Mapping[str, Any]) -> Machine:
-    plain = {key: value for key, value in found.items() if key not in ("schema", "operations", "links")}
+    plain = {key: value for key, value in found.items() if key not in ("schema", "operations", "links", "crowds")}
     operations = tuple(Operation(**(each | {"points": _points(each["points"])})) for each in found["operations"])
-    return Machine(**plain, operations=operations, links=tuple(Link(**each) for each in found["links"]))
+    links = tuple(Link(**(each | {"points": _points(each.get("points", ()))})) for each in found["links"])
+    return Machine(**plain, operations=operations, links=links, crowds=tuple(Crowd(**each) for each in found["crowds"]))
 
 
 def _points(found: Any) -> Any:

@@ -111,9 +111,13 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+# Set by pytest, and by scikit-learn for the OpenMP that it brings.
+_OF_OTHERS = ("PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+
+
 def _restore_environment(before: dict[str, str]) -> list[str]:
     after = dict(os.environ)
-    changed = [name for name in {*before, *after} if before.get(name) != after.get(name) and name != "PYTEST_CURRENT_TEST"]
+    changed = [name for name in {*before, *after} if before.get(name) != after.get(name) and name not in _OF_OTHERS]
     for name in changed:
         if name in before:
             os.environ[name] = before[name]

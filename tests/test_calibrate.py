@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rehearsals import machine as example
 
+from meshloom.calibration import Request, joined, numbers_of_ranks
 from meshloom.cli import main
-from meshloom.cluster import COLLECTIVES, KINDS, load
+from meshloom.cluster import KINDS, load
+from meshloom.errors import PlanError
+from meshloom.links import COLLECTIVES, Crowd, Link
 from meshloom.planner.calibrate import machine_of, measure_operators
 
 
@@ -39,14 +44,49 @@ def test_two_ranks_measure_their_links_and_write_the_file(tmp_path: Path, capfd:
     path, records = tmp_path / "machine.json", tmp_path / "records"
     assert main(["calibrate", "--devices", "cpu", "--ranks", "2", "--out", str(path), "--json", str(records)]) == 0
     machine = load(path)
-    assert [link.collective for link in machine.links] == list(COLLECTIVES)
-    assert {link.ranks for link in machine.links} == {2}
+    apart = [link.collective for link in machine.links if not link.in_place]
+    assert apart == list(COLLECTIVES)
+    assert {(link.ranks, link.among, link.place) for link in machine.links} == {(2, 2, "inside")}
+    assert all(len(link.points) == 4 for link in machine.links)
+    assert machine.ranks == 2 and machine.transport in ("shm", "gloo")
+    assert {link.collective for link in machine.links if link.in_place} == ({"all_reduce", "reduce_scatter"} if machine.transport == "shm" else set())
+    assert [crowd.ranks for crowd in machine.crowds] == [1, 2] and machine.crowds[0].compute == 1.0
     text = capfd.readouterr().out
     assert f"written to {path}" in text
     assert "measured just now" in text
+    assert f"collectives over {machine.transport}" in text and "residual" in text and "busy ranks" in text
     assert "25 MiB over 2 ranks, " in text
     events = [json.loads(line)["event"] for line in records.read_text().splitlines()]
-    assert events == ["machine", *["operator"] * len(machine.operations), *["link"] * 6, *["all_reduce"] * 4]
+    assert events == ["machine", *["operator"] * len(machine.operations), *["link"] * len(machine.links), *["crowd"] * 2, *["all_reduce"] * 4]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_every_number_of_ranks_up_to_four_is_measured_with_its_divisors(tmp_path: Path):
+    path = tmp_path / "machine.json"
+    assert main(["calibrate", "--devices", "cpu", "--ranks", "4", "--transport", "gloo", "--out", str(path)]) == 0
+    machine = load(path)
+    assert machine.transport == "gloo"
+    assert {(link.ranks, link.among) for link in machine.links} == {(2, 2), (3, 3), (4, 4), (2, 4)}
+    assert not [link for link in machine.links if link.in_place]
+
+
+def test_parts_are_joined_and_operators_are_those_of_most_ranks():
+    def part(ranks: int, factor: float) -> Any:
+        link = Link(collective="send", ranks=ranks, latency_seconds=factor, bytes_per_second=1.0, residual=0.0)
+        crowds = (Crowd(ranks=1, threads=1, compute=1.0, memory=1.0), Crowd(ranks=ranks, threads=1, compute=factor, memory=factor))
+        return example(links=(link,), crowds=crowds, ranks=ranks, call_seconds=factor)
+
+    whole = joined([part(2, 2.0), part(3, 3.0)])
+    assert whole.ranks == 3 and whole.call_seconds == 3.0
+    assert [link.ranks for link in whole.links] == [2, 3]
+    assert [(crowd.ranks, crowd.compute) for crowd in whole.crowds] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert numbers_of_ranks(6) == [2, 3, 4, 6]
+
+
+def test_a_request_for_no_ranks_is_refused():
+    with pytest.raises(PlanError, match="--ranks 0 must be 1 or more"):
+        Request(ranks=0)
 
 
 @pytest.mark.parametrize(

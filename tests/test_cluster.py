@@ -9,18 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshloom.cluster import (
-    COLLECTIVES,
-    Collective,
-    Link,
-    Operation,
-    collective_seconds,
-    example_machine,
-    fit_link,
-    load,
-    operator_seconds,
-    save,
-)
+from meshloom.cluster import Operation, collective_seconds, example_machine, load, operator_seconds, save
 from meshloom.errors import MachineError
 
 MACHINE = example_machine()
@@ -53,47 +42,6 @@ def test_a_dtype_that_was_not_measured_takes_one_of_its_width_or_float32():
     assert machine.operation("matmul", "float16") is half
     assert machine.operation("matmul", "float64").dtype == "float32"
     assert machine.operation("softmax", "bfloat16").dtype == "float32"
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_a_collective_takes_what_was_measured_and_more_with_more_ranks(collective: Collective):
-    assert collective_seconds(MACHINE, collective, 1e6, 2) == pytest.approx(2e-3)
-    seconds = [collective_seconds(MACHINE, collective, 1e6, ranks) for ranks in (2, 3, 4, 8)]
-    assert seconds == sorted(seconds)
-    assert collective_seconds(MACHINE, collective, 1e6, 1) == 0.0
-
-
-def test_other_numbers_of_ranks_follow_the_ring():
-    """Simulated step by step: each of 2(N-1) steps takes the latency of one step and a slice's bytes."""
-    step_latency, bytes_per_second = 1e-3 / 2, 1e9  # the example's: two ranks, two steps, half of the bytes in each
-    for ranks in (2, 3, 5):
-        naive = sum(step_latency + (3e6 / ranks) / bytes_per_second for _ in range(2 * (ranks - 1)))
-        assert collective_seconds(MACHINE, "all_reduce", 3e6, ranks) == pytest.approx(naive)
-
-
-def test_the_nearest_measured_number_of_ranks_is_used():
-    links = tuple(Link(collective="all_reduce", ranks=ranks, latency_seconds=ranks * 1.0, bytes_per_second=1e9, residual=0.0) for ranks in (2, 8))
-    machine = replace(MACHINE, links=links)
-    assert collective_seconds(machine, "all_reduce", 0, 8) == pytest.approx(8.0)
-    assert collective_seconds(machine, "all_reduce", 0, 7) == pytest.approx(8.0 * 6 / 7)
-    assert collective_seconds(machine, "all_reduce", 0, 2) == pytest.approx(2.0)
-
-
-def test_a_fit_finds_the_line_it_was_given_and_says_how_far_it_is_off():
-    line = [(num_bytes, 2e-4 + num_bytes / 3e9) for num_bytes in (4096, 65536, 2**20, 2**23)]
-    link = fit_link("all_gather", 4, line)
-    assert link.latency_seconds == pytest.approx(2e-4, rel=1e-5)
-    assert link.bytes_per_second == pytest.approx(3e9, rel=1e-5)
-    assert link.residual < 1e-5
-    bent = fit_link("all_gather", 4, [*line[:-1], (2**23, 2 * line[-1][1])])
-    assert bent.residual > 0.1
-
-
-@pytest.mark.parametrize("measured", [[(1e3, 1e-3), (1e6, 0.9e-3)], [(1e3, 1e-6), (1e6, 2e-3), (1e7, 1e-2)], [(1e3, 1e-3), (1e6, 1e-3)]])
-def test_a_fit_of_noise_has_a_latency_and_a_rate(measured: list[tuple[float, float]]):
-    link = fit_link("broadcast", 2, measured)
-    assert link.latency_seconds >= 0
-    assert link.bytes_per_second > 0
 
 
 def test_a_machine_survives_its_file(tmp_path: Path):

@@ -1,136 +1,106 @@
-"""The laboratory of benchmarks/links: its hosts and what is left of them, sums over its links, its tables and formulas."""
+"""Seconds of a collective come from the most similar measurement, and those of a crowd from the nearest number of busy ranks."""
 
 from __future__ import annotations
 
-import doctest
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "links"
-MODULES = ("network", "ranks", "servers", "exchanges", "steps", "jobs", "traffic", "speedup", "tables")
+from meshloom.cluster import collective_seconds, example_machine
+from meshloom.errors import MachineError
+from meshloom.links import COLLECTIVES, Collective, Crowd, Link, fit_link, seconds_of, slowdown
+
+MACHINE = example_machine()
 
 
-@pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports a module of the laboratory as its programs do; they are forgotten afterwards."""
-    before = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
-    monkeypatch.syspath_prepend(str(FOLDER))
-    path = list(sys.path)
-    yield __import__
-    sys.path[:] = path
-    for name in MODULES:
-        sys.modules.pop(name, None)
-    sys.modules.update(before)
+def link(**values: Any) -> Link:
+    return Link(**{"collective": "all_reduce", "ranks": 2, "latency_seconds": 1.0, "bytes_per_second": 1e9, "residual": 0.0, **values})
 
 
-@pytest.fixture
-def network(links: Any) -> ModuleType:
-    found = links("network")
-    if reason := found.why_not():
-        pytest.skip(reason)
-    return found
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_collective_takes_what_was_measured_and_more_with_more_ranks(collective: Collective):
+    assert collective_seconds(MACHINE, collective, 1e6, 2) == pytest.approx(2e-3)
+    seconds = [collective_seconds(MACHINE, collective, 1e6, ranks) for ranks in (2, 3, 4, 8)]
+    assert seconds == sorted(seconds)
+    assert collective_seconds(MACHINE, collective, 1e6, 1) == 0.0
 
 
-def _ring(hosts: int, median: float, name: str = "ring") -> dict[str, Any]:
-    return {"part": "exchange", "algorithm": name, "hosts": hosts, "servers": 0, "seconds": [median], "median": median, "formula": 1.0}
+def test_other_numbers_of_ranks_follow_the_ring():
+    """Simulated step by step: each of 2(N-1) steps takes the latency of one step and a slice's bytes."""
+    step_latency, bytes_per_second = 1e-3 / 2, 1e9  # the example's: two ranks, two steps, half of the bytes in each
+    for ranks in (2, 3, 5):
+        naive = sum(step_latency + (3e6 / ranks) / bytes_per_second for _ in range(2 * (ranks - 1)))
+        assert collective_seconds(MACHINE, "all_reduce", 3e6, ranks) == pytest.approx(naive)
 
 
-def test_goals_are_missed_by_one_ratio_that_is_too_large(links: Any):
-    goals = links("tables").goals
-    gloo = [_ring(2, 1.0, "gloo"), _ring(3, 1.0, "gloo")]
-    assert "MISSED" not in goals([_ring(2, 1.03), _ring(3, 1.0), *gloo])
-    assert goals([_ring(2, 1.04), _ring(3, 1.0), *gloo]).splitlines()[1].endswith("1.040 (N=2), 1.000 (N=3): MISSED")
-    assert goals([_ring(2, 0.84), _ring(3, 1.0)]).endswith("0.840 (N=2), 1.000 (N=3): MISSED")
+def test_the_nearest_measured_number_of_ranks_is_used():
+    links = tuple(Link(collective="all_reduce", ranks=ranks, latency_seconds=ranks * 1.0, bytes_per_second=1e9, residual=0.0) for ranks in (2, 8))
+    machine = replace(MACHINE, links=links)
+    assert collective_seconds(machine, "all_reduce", 0, 8) == pytest.approx(8.0)
+    assert collective_seconds(machine, "all_reduce", 0, 7) == pytest.approx(8.0 * 6 / 7)
+    assert collective_seconds(machine, "all_reduce", 0, 2) == pytest.approx(2.0)
 
 
-def test_what_the_formulas_say_of_themselves_is_so(links: Any):
-    results = [doctest.testmod(links(name)) for name in ("tables", "exchanges", "traffic", "speedup")]
-    assert all(result.attempted and not result.failed for result in results), results
+def test_a_fit_finds_the_line_it_was_given_and_says_how_far_it_is_off():
+    line = [(num_bytes, 2e-4 + num_bytes / 3e9) for num_bytes in (4096, 65536, 2**20, 2**23)]
+    link = fit_link("all_gather", 4, line)
+    assert link.latency_seconds == pytest.approx(2e-4, rel=1e-5)
+    assert link.bytes_per_second == pytest.approx(3e9, rel=1e-5)
+    assert link.residual < 1e-5
+    bent = fit_link("all_gather", 4, [*line[:-1], (2**23, 2 * line[-1][1])])
+    assert bent.residual > 0.1
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
-def test_the_bound_is_what_a_step_takes_whose_parts_are_added_up(links: Any, n: int):
-    serial, parallel, communication, bubble = 0.5, 4.0, 0.25, 1.5
-    step = serial + sum(parallel / n * bubble for _ in range(n)) / n + communication
-    assert links("speedup").speedup(serial + parallel, parallel, n, bubble, communication) == pytest.approx((serial + parallel) / step)
+@pytest.mark.parametrize("measured", [[(1e3, 1e-3), (1e6, 0.9e-3)], [(1e3, 1e-6), (1e6, 2e-3), (1e7, 1e-2)], [(1e3, 1e-3), (1e6, 1e-3)]])
+def test_a_fit_of_noise_has_a_latency_and_a_rate(measured: list[tuple[float, float]]):
+    link = fit_link("broadcast", 2, measured)
+    assert link.latency_seconds >= 0
+    assert link.bytes_per_second > 0
 
 
-@pytest.mark.processes
-def test_sums_over_links_are_right(network: ModuleType, tmp_path: Path):
-    """The ranks themselves compare their sums with those of numbers known to all."""
-    words = [sys.executable, str(FOLDER / "main.py"), "exchange", "--hosts", "2", "--rounds", "1", "--servers", "1", "--bytes", "400000"]
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*words, "--json", "-"], capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    records = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert [record["algorithm"] for record in records] == ["gloo", "ring", "tree", "halving", "hierarchical", "hosts", "server"]
-    assert all(record["links"] == "200 Mbit/s" and record["formula"] > 0 for record in records)
-    assert "ring / formula" in ended.stderr
+def test_between_measured_sizes_lies_a_line_and_beyond_them_the_rate():
+    measured = link(latency_seconds=5.0, bytes_per_second=10.0, points=((100.0, 1.0), (300.0, 5.0)))
+    assert [measured.seconds(num_bytes) for num_bytes in (0, 100, 150, 300, 320)] == [1.0, 1.0, 2.0, 5.0, 7.0]
 
 
-@pytest.mark.processes
-def test_hosts_end_with_who_made_them_even_if_it_is_killed(network: ModuleType, tmp_path: Path):
-    script = "from network import *\nwith network(2, Shape()) as hosts:\n    print([host.holder for host in hosts], flush=True)\n    input()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=FOLDER) as maker:
-        assert maker.stdout
-        holders = json.loads(maker.stdout.readline())
-        own = os.readlink("/proc/self/ns/net")
-        assert all(os.readlink(f"/proc/{holder}/ns/net") != own for holder in holders)
-        maker.kill()
-    # What is left of processes is seen by the fixture that every test has.
+def test_the_place_counts_before_the_number_of_ranks_and_that_before_how_many_there_are():
+    links = [
+        link(ranks=2, latency_seconds=1.0),
+        link(ranks=2, among=4, latency_seconds=2.0),
+        link(ranks=4, place="between", latency_seconds=3.0),
+        link(ranks=2, in_place=True, latency_seconds=4.0),
+    ]
+    assert seconds_of(links, "all_reduce", 0, 2, among=2, place="inside") == 1.0
+    assert seconds_of(links, "all_reduce", 0, 2, among=4, place="inside") == 2.0
+    assert seconds_of(links, "all_reduce", 0, 4, among=4, place="between") == 3.0
+    assert seconds_of(links, "all_reduce", 0, 2, among=2, in_place=True) == 4.0
+    assert seconds_of(links, "send", 0, 2) is None
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("megabits", [20, 200])
-def test_links_are_as_fast_as_they_were_asked_to_be(links: Any, network: ModuleType, megabits: int):
-    """One message of half a second. It begins with a burst at both ends; headers are a hundredth of it, and a busy machine makes it slower."""
-    num_bytes = megabits * 125_000 // 2
-    shape = network.Shape(bits_per_second=megabits * 1e6)
-    with network.network(2, shape) as hosts:
-        answers = links("ranks").on_hosts(hosts, [0, 1], _message, num_bytes)
-        sent, _ = hosts[0].counted()
-    assert 0.5 - 2 * shape.burst_bytes / shape.bytes_per_second <= max(answers) <= 0.5 * 1.25
-    assert num_bytes < sent < 1.02 * num_bytes
+def test_a_crowd_is_interpolated_and_beyond_it_cores_are_shared():
+    crowds = [Crowd(ranks=n, threads=1, compute=c, memory=m) for n, c, m in ((1, 1.0, 1.0), (2, 1.2, 2.0), (4, 2.4, 4.0))]
+    assert slowdown(crowds, 1, 1, 0.0, 2) == 1.0
+    assert slowdown(crowds, 2, 1, 0.0, 2) == pytest.approx(1.2)
+    assert slowdown(crowds, 3, 1, 1.0, 2) == pytest.approx(3.0)
+    assert slowdown(crowds, 8, 1, 0.0, 2) == pytest.approx(4.8)  # twice as many on the same cores
+    assert slowdown([], 2, 1, 0.5, 4) == 1.0
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_rank_that_fails_ends_all_with_its_traceback(links: Any, network: ModuleType):
-    with network.network(2, network.Shape()) as hosts, pytest.raises(SystemExit, match=r"Rank 1 failed.\n(.*\n)*ZeroDivisionError"):
-        links("ranks").on_hosts(hosts, [0, 1], _fail)
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"place": "beside"}, "'beside' hosts is not known"),
+        ({"ranks": 1}, "is no link"),
+        ({"bytes_per_second": 0.0}, "no latency and no rate"),
+        ({"points": ((2.0, 1.0), (1.0, 1.0))}, "ascending bytes"),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(values: dict[str, Any], sentence: str):
+    with pytest.raises(MachineError, match=sentence):
+        link(**values)
 
 
-def _message(num_bytes: int) -> float:
-    """Seconds until all of a message from rank 0 has come to rank 1 and a token has come back."""
-    import time
-
-    import torch
-
-    from meshloom.launch import open_world
-    from meshloom.mesh import Mesh
-
-    with open_world(Mesh(dp=2), "cpu", 60.0, "gloo") as world:
-        group = world.local[0].groups["dp"]
-        tensor, token = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(1)
-        group.barrier().wait()
-        began = time.monotonic()
-        for message, source in ((tensor, 0), (token, 1)):
-            (group.send(message, 1 - source) if group.rank == source else group.recv(message, source)).wait()
-        return time.monotonic() - began
-
-
-def _fail() -> None:
-    import time
-
-    if os.environ["RANK"] == "1":
-        raise ZeroDivisionError
-    time.sleep(600)
+def test_a_crowd_that_cannot_be_is_refused():
+    with pytest.raises(MachineError, match="no measurement"):
+        Crowd(ranks=0, threads=1, compute=1.0, memory=1.0)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from meshloom.cluster import load
 from meshloom.comm import shm
-from meshloom.launch.environment import cores
+from meshloom.launch import cores
 from tests import two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -158,3 +159,12 @@ def test_a_link_that_is_mended_in_time_is_waited_for(hosts: list[str]):
         two_hosts.mend(hosts[1])
         for _ in range(3):
             assert '"event": "step"' in first.readline()
+
+
+def test_links_inside_a_host_and_between_hosts_are_measured_apart(hosts: list[str], tmp_path: Path):
+    path = tmp_path / "machine.json"
+    out, _ = _answers(hosts, ["-m", "meshloom", "calibrate", "--devices", "cpu", "--out", str(path)], [0, 0, 1, 1])
+    machine = load(path)
+    assert {(link.ranks, link.place) for link in machine.links} == {(2, "inside"), (2, "between"), (4, "between")}
+    assert machine.transport == "shm+gloo" and "between hosts" in out
+    assert not machine.crowds  # ranks of two hosts do not share cores

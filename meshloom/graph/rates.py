@@ -110,8 +110,13 @@ def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
         measured=lines,
         send=_line_of_sends(machine) if "send" in measured else None,
         machine=machine,
-        source=f"measured on {machine.name} at {time.strftime('%Y-%m-%d %H:%M', time.localtime(machine.measured_at))}",
+        source=_source(machine),
     )
+
+
+def _source(machine: Machine) -> str:
+    over = f" over {machine.transport}" if machine.transport else ""
+    return f"measured on {machine.name} at {time.strftime('%Y-%m-%d %H:%M', time.localtime(machine.measured_at))}{over}"
 
 
 def _line_of_sends(machine: Machine) -> Line:

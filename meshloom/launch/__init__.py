@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from meshloom.comm.cores import cores
 from meshloom.launch.devices import DEVICES, Kind, choose_devices, choose_for_workers, default_ranks
-from meshloom.launch.environment import is_rank, launched_plan, launched_role
+from meshloom.launch.environment import is_first_rank, is_rank, launched_plan, launched_role
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.launcher import run_ranks
 from meshloom.launch.opening import open_world
@@ -42,6 +42,7 @@ __all__ = [
     "choose_for_workers",
     "cores",
     "default_ranks",
+    "is_first_rank",
     "is_rank",
     "launched_plan",
     "launched_role",

@@ -24,6 +24,12 @@ def is_rank() -> bool:
     return seat is not None and (seat.size > 1 or "RANK" in os.environ)
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    seat = current_seat()
+    return seat is None or seat.rank == 0
+
+
 def launched_plan() -> str | None:
     """The text of the plan that the launcher decided on; None if this process is not a rank of our launcher."""
     return os.environ.get("MESHLOOM_PLAN")

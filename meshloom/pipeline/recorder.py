@@ -31,21 +31,26 @@ class _Other:
 
 
 class Recorder:
-    """A listener of `PipelineRun.run`. device: on which the rank computes."""
+    """A listener of `PipelineRun.run`.
 
-    def __init__(self, device: torch.device) -> None:
+    device: on which the rank computes. clock: nanoseconds of another clock than `time.perf_counter_ns`, which is then also that of the spans.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], int] | None = None) -> None:
         self._device = device
+        self._on_events = device.type == "cuda" and clock is None
+        self._clock = clock or time.perf_counter_ns
         self._marks: list[tuple[Action | _Other | None, Any]] = []  # None: the innermost that has begun ends
-        self._now: Callable[[], Any] = self._event if device.type == "cuda" else time.perf_counter_ns
+        self._now: Callable[[], Any] = self._event if self._on_events else self._clock
         self.begin()
 
     def begin(self) -> None:
         """A step begins; forget what was noted before."""
         self._marks.clear()
         self._first = self._now()
-        if self._device.type == "cuda":
+        if self._on_events:
             torch.cuda.synchronize(self._device)
-        self._first_ns = time.perf_counter_ns()  # the GPU has just passed the first event
+        self._first_ns = self._clock()  # the GPU has just passed the first event
 
     def began(self, action: Action) -> None:
         self._marks.append((action, self._now()))
@@ -63,7 +68,7 @@ class Recorder:
             self._marks.append((None, self._now()))
 
     def take(self) -> tuple[Span, ...]:
-        """All since `begin`, in order of their start, in seconds of `time.perf_counter`; waits among them. What has not ended is left out.
+        """All since `begin`, in order of their start, in seconds of the clock; waits among them. What has not ended is left out.
 
         On a GPU it waits until the work is done.
         """
@@ -91,7 +96,7 @@ class Recorder:
 
     def _seconds(self) -> tuple[float, Sequence[float]]:
         start = self._first_ns * 1e-9
-        if self._device.type != "cuda":
+        if not self._on_events:
             return start, [at * 1e-9 for _, at in self._marks]
         torch.cuda.synchronize(self._device)
         return start, [start + self._first.elapsed_time(at) * 1e-3 for _, at in self._marks]

@@ -32,14 +32,13 @@ def chosen_algorithms(machine: Machine, sizes: Sequence[int] = SIZES) -> list[Ch
         return []
     return [
         Chosen(
-            ranks=link.ranks,
+            ranks=ranks,
             num_bytes=num_bytes,
             choice=choose_algorithm(
-                num_bytes, link.ranks, 1, message.latency_seconds, message.bytes_per_second,
-                own_seconds=collective_seconds(machine, "all_reduce", num_bytes, link.ranks),
+                num_bytes, ranks, 1, message.latency_seconds, message.bytes_per_second,
+                own_seconds=collective_seconds(machine, "all_reduce", num_bytes, ranks),
             ),
         )
-        for link in machine.links
-        if link.collective == "all_reduce"
+        for ranks in sorted({link.ranks for link in machine.links if link.collective == "all_reduce"})
         for num_bytes in sizes
     ]  # fmt: skip

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from meshloom.cluster import Kind, Link, Machine, Operation
+from meshloom.cluster import Kind, Machine, Operation
+from meshloom.links import Crowd, Link
 from meshloom.planner.chains import Chain, chains_of, views
 from meshloom.planner.timing import now, typical
 
@@ -53,8 +54,17 @@ def measure_operators(device: torch.device, *, seconds: float = OPERATOR_SECONDS
     return Operators(operations=tuple(found), call_seconds=call.result(backward=False)[0], backward_call_seconds=call.result(backward=True)[0])
 
 
-def machine_of(operators: Operators, links: Sequence[Link], device: torch.device, *, cores: int) -> Machine:
-    """The machine this process runs on, with what was measured on it."""
+def machine_of(
+    operators: Operators,
+    links: Sequence[Link],
+    device: torch.device,
+    *,
+    cores: int,
+    crowds: Sequence[Crowd] = (),
+    ranks: int = 1,
+    transport: str = "",
+) -> Machine:
+    """The machine this process runs on, with what was measured on it, the operators by so many ranks."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         kind, model, devices, memory = "cuda", str(properties.name), torch.cuda.device_count(), int(properties.total_memory)
@@ -73,6 +83,9 @@ def machine_of(operators: Operators, links: Sequence[Link], device: torch.device
         backward_call_seconds=operators.backward_call_seconds,
         operations=operators.operations,
         links=tuple(links),
+        crowds=tuple(crowds),
+        ranks=ranks,
+        transport=transport,
     )
 
 

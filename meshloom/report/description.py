@@ -151,7 +151,7 @@ def _remarks(description: Description) -> list[str]:
             f"({machine.device}), without optimizer and exchange; calibrated {age(time.time() - machine.measured_at)}"
         )
     else:
-        lines.append("predicted seconds: this machine is not measured yet; meshloom calibrate does that in 10 s")
+        lines.append("predicted seconds: this machine is not measured yet; meshloom calibrate does that in half a minute")
     lines += [f"tied: {_some(names, ' = ')}" for names in description.tied[:NAMES]]
     if len(description.tied) > NAMES:
         lines.append(f"tied: {len(description.tied) - NAMES} more")

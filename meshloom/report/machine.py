@@ -37,29 +37,44 @@ def print_machine(machine: Machine, console: Console) -> None:
     if not machine.links:
         _line(console, "collectives: not measured, there was one rank")
         return
-    _line(console, "")
+    _line(console, f"\ncollectives over {machine.transport}, in a group of some of the ranks that run; residual: of the line, latency + bytes / rate")
     table = Table("collective", box=None, pad_edge=False)
-    for heading in ("ranks", "latency", "rate", "residual"):
+    for heading in ("ranks", "of", "latency", "rate", "residual"):
         table.add_column(heading, justify="right")
+    table.add_column("")
     for link in machine.links:
-        table.add_row(link.collective, str(link.ranks), duration(link.latency_seconds), f"{short(link.bytes_per_second)}B/s", f"{link.residual:.0%}")
+        remark = ", ".join(["between hosts"] * (link.place == "between") + ["in place"] * link.in_place)
+        table.add_row(
+            link.collective, str(link.ranks), str(link.among or link.ranks), duration(link.latency_seconds), f"{short(link.bytes_per_second)}B/s",
+            f"{link.residual:.0%}", remark,
+        )  # fmt: skip
     console.print(table)
     _line(console, "")
     _line(console, "The fastest all-reduce (all_reduce: the transport's own, measured; others: formulas, from the measured send):")
     for each in chosen_algorithms(machine):
         _line(console, f"  {each.choice.reason}")
+    for crowd in machine.crowds:
+        if crowd.ranks > 1:
+            threads = f"{crowd.threads} thread{'s' * (crowd.threads > 1)}"
+            _line(
+                console,
+                f"{crowd.ranks} busy ranks of {threads}: products take {crowd.compute:.2f} times as long as alone, memory {crowd.memory:.2f} times",
+            )
 
 
 def machine_records(machine: Machine) -> list[dict[str, Any]]:
-    """The same as records: a machine, its operators, its links."""
+    """The same as records: a machine, its operators, its links, how much its ranks slow each other down."""
     about = {
         "name": machine.name, "device": machine.device, "model": machine.model, "devices": machine.devices, "cores": machine.cores,
         "threads": machine.threads, "memory_bytes": machine.memory_bytes, "measured_at": machine.measured_at,
-        "call_seconds": machine.call_seconds, "backward_call_seconds": machine.backward_call_seconds,
+        "call_seconds": machine.call_seconds, "backward_call_seconds": machine.backward_call_seconds, "ranks": machine.ranks,
+        "transport": machine.transport,
     }  # fmt: skip
     operators = [{"event": "operator", **vars(each), "unit": _unit(each)} for each in machine.operations]
+    links = [{"event": "link", **vars(each)} for each in machine.links]
+    crowds = [{"event": "crowd", **vars(each)} for each in machine.crowds]
     chosen = [{"event": "all_reduce", "ranks": each.ranks, "bytes": each.num_bytes, **vars(each.choice)} for each in chosen_algorithms(machine)]
-    return [{"event": "machine", **about}, *operators, *({"event": "link", **vars(each)} for each in machine.links), *chosen]
+    return [{"event": "machine", **about}, *operators, *links, *crowds, *chosen]
 
 
 def age(seconds: float) -> str:

@@ -1,0 +1,105 @@
+"""The devices that plans are priced for: how many ranks, on which machine, with how many threads, and what they talk through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshloom.calibration import Request, measure_machine
+from meshloom.cluster import Machine, load, machine_file, save, this_machine
+from meshloom.comm.shm import why_not
+from meshloom.errors import DeviceError, MachineError, PlanError
+from meshloom.launch import cores
+from meshloom.launch.environment import threads_per_rank
+from meshloom.planner.pricing import Devices
+
+MOST_RANKS = 8  # that are thought of unless more are asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the user said of devices.
+
+    devices: auto, cpu, or a number of ranks. ranks: the most of them; None: one per core, up to `MOST_RANKS`. memory_bytes: of each rank; 0: its
+    share of the host's. machine: the file of another machine.
+    """
+
+    devices: str = "auto"
+    ranks: int | None = None
+    memory_bytes: int = 0
+    transport: str = "auto"
+    machine: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices.isdecimal():
+            if self.ranks is not None and self.ranks != int(self.devices):
+                raise PlanError(f"--devices {self.devices} and --ranks {self.ranks} both say how many ranks. Leave one of them out.")
+        elif self.devices not in ("auto", "cpu"):
+            raise DeviceError(
+                f"--devices {self.devices} cannot be priced: plans are rehearsed on CPUs. Use --devices cpu, or a number of ranks like --devices 4."
+            )
+        if self.num_ranks is not None and self.num_ranks < 1:
+            raise PlanError(f"{self.num_ranks} ranks can run no plan. Use --ranks 1 or more.")
+
+    @property
+    def num_ranks(self) -> int | None:
+        """What was said of it, in either way."""
+        return int(self.devices) if self.devices.isdecimal() else self.ranks
+
+
+def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices | int:
+    """The devices; the exit code if measuring this machine failed. least: ranks of a plan that is asked about.
+
+    Raises `MachineError` for measurements over another transport than ranks will use, `DeviceError` for devices that cannot be priced.
+    """
+    if wish.devices == "auto" and torch.cuda.is_available():
+        raise DeviceError(
+            "Plans are rehearsed on CPUs, and here are GPUs, which other plans are best for. Use --devices cpu to price plans for the CPU."
+        )
+    num_ranks = max(wish.num_ranks or min(cores(), MOST_RANKS), least)
+    transport = "gloo" if wish.transport == "gloo" or why_not() else "shm"
+    here = this_machine("cpu")
+    if wish.machine is not None:
+        machine = load(wish.machine)
+    elif here is not None:
+        machine = here
+    else:
+        tell(f"this machine is not measured yet; measuring it for up to {max(2, num_ranks)} ranks (half a minute), into {machine_file('cpu')}")
+        measured = measure_machine(Request(devices="cpu", ranks=max(2, num_ranks), transport=wish.transport))
+        if isinstance(measured, int):
+            return measured
+        save(measured, machine_file("cpu"))
+        machine = measured
+    _check(machine, transport, num_ranks, wish)
+    if wish.machine is not None and here is None and machine_file("cpu").name != f"{machine.name}-cpu.json":
+        raise MachineError(
+            f"Plans are rehearsed here and priced for {machine.name} by comparing both machines, and this one was not measured. Run meshloom calibrate first."
+        )
+    return Devices(
+        num_ranks=num_ranks,
+        machine=machine,
+        threads_of=threads_per_rank,
+        common_memory=transport == "shm",
+        memory_bytes=wish.memory_bytes,
+        here=here,
+    )
+
+
+def _check(machine: Machine, transport: str, num_ranks: int, wish: Wish) -> None:
+    if machine.device != "cpu":
+        raise MachineError(
+            f"{wish.machine or machine_file(machine.device)} is of {machine.device}, and plans are rehearsed on CPUs. Give one of a CPU."
+        )
+    if num_ranks > 1 and not machine.links:
+        raise MachineError(
+            f"The machine {machine.name} was calibrated with one rank, so nothing is known of links. Run meshloom calibrate --ranks {num_ranks}."
+        )
+    if num_ranks > 1 and machine.transport.partition("+")[0] != transport:
+        option = " --transport gloo" if transport == "gloo" else ""
+        raise MachineError(
+            f"The links of {machine.name} were measured over {machine.transport or 'nothing that is known'}, and ranks here talk over {transport}. "
+            f"Run meshloom calibrate{option}, or price with --transport gloo if that is what they will use."
+        )

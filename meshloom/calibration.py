@@ -1,0 +1,150 @@
+"""Measures the machine: as many ranks as a plan may have, once for each number of them, and what they found as one `Machine`.
+
+    alone             operators with all cores of this process
+    2 ranks           their collectives; how much they slow each other down
+    4 ranks           the same; collectives of pairs while there are four; operators of four at once
+
+Each number has processes of its own, with the threads that ranks of a plan of that size get.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from meshloom.cluster import Machine, load
+from meshloom.comm.turns import run_in_steps
+from meshloom.comm.values import collect
+from meshloom.errors import PlanError
+from meshloom.launch import World, choose_devices, cores, default_ranks, open_world, run_ranks
+from meshloom.launch.transport import host_identity
+from meshloom.links import Link, Where
+from meshloom.mesh import Mesh
+from meshloom.plan import Plan
+from meshloom.planner.calibrate import OPERATOR_SECONDS, machine_of, measure_operators
+from meshloom.planner.crowds import measure_crowds
+from meshloom.planner.links import measure_links, transport_of
+
+MOST_RANKS = 8  # on CPUs, unless more are asked for
+BRIEF = 0.2  # of the time for operators, where those of more ranks count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to measure, and how.
+
+    devices: auto, cpu or cuda. ranks: the most; None: one per GPU, on CPUs one per core up to `MOST_RANKS`. transport: of `launch.transport.TRANSPORTS`.
+    """
+
+    devices: str = "auto"
+    ranks: int | None = None
+    transport: str = "auto"
+    timeout_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and self.ranks < 1:
+            raise PlanError(f"--ranks {self.ranks} must be 1 or more.")
+
+    @property
+    def num_ranks(self) -> int:
+        """The most ranks that measure together."""
+        if self.ranks is not None:
+            return self.ranks
+        return default_ranks("cuda") if self._on_gpus else min(cores(), MOST_RANKS)
+
+    @property
+    def _on_gpus(self) -> bool:
+        return self.devices != "cpu" and torch.cuda.is_available()
+
+    @property
+    def kind(self) -> str:
+        """cpu or cuda. Raises `DeviceError` if that is not there."""
+        if self._on_gpus:
+            wanted = "cuda"
+        else:
+            wanted = self.devices if self.devices != "auto" else "cpu"
+        return choose_devices(Mesh(dp=self.num_ranks), wanted)[0]
+
+
+def measure_machine(request: Request) -> Machine | int:
+    """Start ranks for each number of them and measure; if they fail, their exit code, after they have said why."""
+    kind = request.kind
+    numbers = numbers_of_ranks(request.num_ranks)
+    if not numbers:
+        return measure_here(replace(request, devices=kind, ranks=1))
+    found: list[Machine] = []
+    with tempfile.TemporaryDirectory(prefix="meshloom-") as directory:
+        for number in numbers:
+            part = Path(directory) / f"{number}.json"
+            words = ["calibrate", "--devices", kind, "--transport", request.transport, "--timeout", str(request.timeout_seconds), "--part", str(part)]
+            if number < numbers[-1]:
+                words.append("--brief")
+            code = run_ranks([sys.executable, "-m", "meshloom", *words], Mesh(dp=number), kind, str(Plan(dp=number)), transport=request.transport)
+            if code:
+                return code
+            found.append(load(part))
+    return joined(found)
+
+
+def measure_here(request: Request, *, brief: bool = False) -> Machine:
+    """What the ranks of this run, of which this process is one, measure together; or this process alone. brief: operators are of no interest."""
+    num_ranks = default_ranks("cpu")
+    seconds = OPERATOR_SECONDS * (BRIEF if brief else 1.0)
+    links: dict[tuple[int, Where], tuple[Link, ...]] = {}
+    with open_world(Mesh(dp=num_ranks), request.devices, request.timeout_seconds, request.transport) as world:
+        here = world.local[0]
+        operators = measure_operators(here.device, seconds=seconds)
+        alike = len(set(_hosts(world))) == 1 and here.device.type == "cpu"  # ranks of several hosts do not slow each other down
+        crowds = measure_crowds(here.groups["dp"]) if num_ranks > 1 and alike else ()
+        _add_links(links, world)
+        transport = transport_of(here.groups["dp"], here.device) if num_ranks > 1 else ""
+    for size in range(2, num_ranks):
+        if num_ranks % size == 0:
+            mesh = Mesh(dp=num_ranks // size, tp=size)
+            with open_world(mesh, request.devices, request.timeout_seconds, request.transport) as divided:
+                _add_links(links, divided)
+    return machine_of(
+        operators,
+        [link for key in sorted(links) for link in links[key]],
+        here.device,
+        cores=cores(),
+        crowds=crowds,
+        ranks=num_ranks,
+        transport=transport,
+    )
+
+
+def numbers_of_ranks(most: int) -> list[int]:
+    """Those that are measured: all up to four, then powers of two, and the most.
+
+    >>> numbers_of_ranks(1), numbers_of_ranks(4), numbers_of_ranks(12)
+    ([], [2, 3, 4], [2, 3, 4, 8, 12])
+    """
+    return [number for number in range(2, most + 1) if number <= 4 or number == most or number & (number - 1) == 0]
+
+
+def joined(parts: Sequence[Machine]) -> Machine:
+    """The measurements of several numbers of ranks as one; operators are those of the most."""
+    last = parts[-1]
+    links = tuple(link for part in parts for link in part.links)
+    crowds = {(each.ranks, each.threads): each for part in parts for each in part.crowds}  # of those measured twice the later
+    return replace(last, links=links, crowds=tuple(crowds[key] for key in sorted(crowds)))
+
+
+def _add_links(links: dict[tuple[int, Where], tuple[Link, ...]], world: World) -> None:
+    """Of the groups that this rank is in; the other ranks of each decide alike."""
+    here, hosts = world.local[0], _hosts(world)
+    for axis, group in here.groups.items():
+        place: Where = "inside" if len({hosts[rank] for rank in world.mesh.group_of(axis, here.rank)}) == 1 else "between"
+        if group.size > 1 and (group.size, place) not in links:
+            links[group.size, place] = measure_links(group, here.device, among=world.mesh.size, place=place)
+
+
+def _hosts(world: World) -> list[str]:
+    """By rank, an identity of where it runs."""
+    return run_in_steps([collect(world.local[0].world, host_identity())])[0]

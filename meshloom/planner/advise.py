@@ -1,0 +1,101 @@
+"""What a job costs under the plans that its devices allow, which of them to take, and why.
+
+read the job by shapes       does it fit on one device
+rehearse each plan           what its ranks compute, what they hand to each other, what they hold
+price it on the machine      seconds of a step
+compare                      the fastest that fits; of those as fast, the simplest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from meshloom.errors import CaptureError, MeshloomError, PlanError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.planner.amdahl import Work
+from meshloom.planner.candidates import candidates
+from meshloom.planner.memory import Memory
+from meshloom.planner.pricing import Devices, Option, Pricer, Speedup
+from meshloom.planner.reasons import exchange_reason, reason_of, why_of
+
+AS_FAST = 0.03  # of the step: what is faster by less is not worth a more complicated plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Options that fit, fastest first, then those that do not. refused: plan -> why it cannot run this job.
+
+    one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data parallelism. exchange: which one, in a sentence.
+    """
+
+    options: tuple[Option, ...]
+    refused: Mapping[str, str]
+    one_device: Memory
+    one_device_limit: int
+    recommended: Option | None
+    reason: str
+    work: Work | None
+    speedups: tuple[Speedup, ...]
+    exchange: str
+
+    @property
+    def fits_on_one(self) -> bool:
+        """Whether one device has the memory for the whole job."""
+        return self.one_device.peak <= self.one_device_limit
+
+
+def advise(job: Job, devices: Devices, *, plans: Iterable[Plan] | None = None, tell: Callable[[str], None] = lambda text: None) -> Advice:
+    """Price `plans`, or those that are worth it on these devices. tell: hears which plan is looked at.
+
+    Raises `PlanError` if none of them can run the job, with what was wrong with the last, and what the job raises.
+    """
+    pricer = Pricer(job, devices)
+    limit = devices.memory_bytes if pricer.one_device.peak > devices.limit(1) else 0
+    every = candidates(devices.num_ranks, job.batch_size, zero=not devices.common_memory, memory_bytes=limit)
+    wanted = list(every if plans is None else plans)
+    options: list[Option] = []
+    refused: dict[str, str] = {}
+    last: MeshloomError | None = None
+    for number, plan in enumerate(wanted):
+        tell(f"rehearsing plan {number + 1} of {len(wanted)}: {plan}")
+        try:
+            options.append(pricer.price(plan))
+        except (PlanError, CaptureError) as error:
+            refused[str(plan)] = str(error)
+            last = error
+    if not options and last is not None:
+        raise last
+    ordered = sorted(options, key=lambda each: (not each.fits, each.price.seconds))
+    best = recommended(ordered)
+    ordered = [replace(each, why=why_of(each, best)) for each in ordered]
+    work, speedups = pricer.speedups(ordered) if plans is None else (None, ())
+    one = pricer.one_device
+    return Advice(
+        options=tuple(ordered),
+        refused=MappingProxyType(refused),
+        one_device=one,
+        one_device_limit=devices.limit(1),
+        recommended=next((each for each in ordered if best and each.plan == best.plan), None),
+        reason=reason_of(one.peak, devices.limit(1), best, ordered),
+        work=work,
+        speedups=speedups,
+        exchange=exchange_reason(ordered, devices) if plans is None else "",
+    )
+
+
+def recommended(options: Sequence[Option]) -> Option | None:
+    """The simplest of those that fit and are about as fast as the fastest: fewer axes, then fewer ranks, then fewer microbatches."""
+    fitting = [each for each in options if each.fits]
+    if not fitting:
+        return None
+    limit = min(each.price.seconds for each in fitting) * (1 + AS_FAST)
+
+    def effort(option: Option) -> tuple[int, int, int, int, float]:
+        plan = option.plan
+        split = (plan.tp > 1) + (plan.pp > 1)
+        return split, plan.zero, plan.mesh.size, plan.microbatches, option.price.seconds
+
+    return min((each for each in fitting if each.price.seconds <= limit), key=effort)

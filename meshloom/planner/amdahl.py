@@ -1,0 +1,51 @@
+"""How much faster n ranks can be: Amdahl's law, without and with what talking costs (R8.1).
+
+S(n) = 1 / (1 - f + f/n)                                        f: the share of one rank's step that can be divided
+S(n) = T_1 / (T_serial + T_parallel / n + T_communication(n))   T_1 = T_serial + T_parallel
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshloom.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One rank's step: seconds that every rank spends whatever the number of ranks, and seconds that can be divided over them."""
+
+    serial_seconds: float
+    parallel_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.serial_seconds < 0 or self.parallel_seconds < 0 or not self.seconds:
+            raise PlanError(f"A step of {self.serial_seconds} s serial and {self.parallel_seconds} s parallel work is none. Both are 0 or more.")
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.serial_seconds + self.parallel_seconds
+
+    @property
+    def parallel_share(self) -> float:
+        """f."""
+        return self.parallel_seconds / self.seconds
+
+
+def bound(work: Work, num_ranks: int) -> float:
+    """How many times faster `num_ranks` ranks are if talking costs nothing (Amdahl, 1967).
+
+    >>> bound(Work(serial_seconds=1.0, parallel_seconds=3.0), 3)
+    2.0
+    """
+    return 1.0 / (1.0 - work.parallel_share + work.parallel_share / num_ranks)
+
+
+def with_communication(work: Work, num_ranks: int, communication_seconds: float) -> float:
+    """The same if talking takes so many seconds of the step.
+
+    >>> with_communication(Work(serial_seconds=1.0, parallel_seconds=3.0), 3, 2.0)
+    1.0
+    """
+    return work.seconds / (work.serial_seconds + work.parallel_seconds / num_ranks + communication_seconds)

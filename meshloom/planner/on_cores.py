@@ -1,0 +1,92 @@
+"""A schedule run on paper by ranks that share cores: the more of them compute at a moment, the slower each does.
+
+    rank 0   |== 0F0 ==|= 0F1 =|                     alone: full speed
+    rank 1              |=== 1F0 ===|== 1F1 ==|      both busy: each as slow as was measured for two
+
+With one speed for any number of busy ranks it is `pipeline/timing.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshloom.pipeline.check import needs
+from meshloom.pipeline.schedule import Action, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Seconds from the first start to the last end, and of each rank along pp those in which it was in an action. [rank]"""
+
+    seconds: float
+    busy_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """What an action takes: seconds of computing when nobody else does, then seconds of talking along tp, which others do not slow down."""
+
+    alone_seconds: float
+    talking_seconds: float = 0.0
+
+
+@dataclass
+class _Running:
+    action: Action
+    arrives: float  # when what it needs is there
+    alone: float  # seconds of computing left
+    talking: float
+
+
+def run_on_cores(
+    schedule: Schedule, effort: Callable[[Action], Effort], transfer: Callable[[Action, Action], float], slowdown: Callable[[int], float]
+) -> Shared:
+    """Every rank runs its list in order; an action starts when its rank is free and what it needs has arrived.
+
+    transfer: from the end of one action to when its value is on the other's rank. slowdown: of each, when so many ranks along pp compute.
+    Raises `AssertionError` for a schedule that waits in a circle: `check_schedule` comes first.
+    """
+    split = schedule.split
+    waiting = [list(reversed(actions)) for actions in schedule.actions]
+    running: list[_Running | None] = [None] * schedule.num_ranks
+    busy = [0.0] * schedule.num_ranks
+    ends: dict[Action, float] = {}
+    now = 0.0
+
+    def arrival(rank: int, action: Action) -> float | None:
+        """When all that it needs is there; None: not known yet."""
+        found = 0.0
+        for each in needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split):
+            if each not in ends:
+                return None
+            found = max(found, ends[each] + (transfer(each, action) if schedule.ranks[each.stage] != rank else 0.0))
+        return found
+
+    while any(waiting) or any(running):
+        for rank, left in enumerate(waiting):
+            if running[rank] is None and left and (arrives := arrival(rank, left[-1])) is not None:
+                takes = effort(action := left.pop())
+                running[rank] = _Running(action, arrives, takes.alone_seconds, takes.talking_seconds)
+        there = [each for each in running if each is not None and each.arrives <= now]
+        computing = sum(each.alone > 0 for each in there)
+        pace = slowdown(computing) if computing else 1.0
+        until = [each.arrives - now for each in running if each is not None and each.arrives > now]
+        until += [each.alone * pace if each.alone > 0 else each.talking for each in there]
+        assert until, "check_schedule comes first"
+        passed = min(until)
+        for rank, each in enumerate(running):
+            if each is None or each.arrives > now:
+                continue
+            busy[rank] += passed
+            if each.alone > 0:
+                each.alone = max(0.0, each.alone - passed / pace)
+                each.alone = 0.0 if math.isclose(each.alone, 0.0, abs_tol=1e-12) else each.alone
+            else:
+                each.talking = max(0.0, each.talking - passed)
+            if each.alone <= 0 and each.talking <= 1e-12:
+                ends[each.action] = now + passed
+                running[rank] = None
+        now += passed
+    return Shared(seconds=now, busy_seconds=tuple(busy))

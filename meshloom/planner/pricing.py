@@ -1,0 +1,203 @@
+"""Prices plans of one job: seconds, bytes and memory, from rehearsals here and measurements of the machine in question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from meshloom.cluster import COUNTED_IN_FLOPS, Machine
+from meshloom.errors import CaptureError, MachineError
+from meshloom.graph.cost import Cost, costs
+from meshloom.graph.program import Program
+from meshloom.graph.seconds import kind_of, node_seconds, program_seconds
+from meshloom.graph.shapes import capture_shapes
+from meshloom.job import Job
+from meshloom.plan import Plan, chunk_sizes
+from meshloom.planner.amdahl import Work, bound, with_communication
+from meshloom.planner.measure import measure_memory
+from meshloom.planner.memory import Memory, predict_memory
+from meshloom.planner.rehearsal import RankStep, Rehearsal
+from meshloom.planner.rehearse import rehearse
+from meshloom.planner.step_seconds import Places, StepPrice, price_step
+from meshloom.state.samples import first_batches
+
+OPTIMIZER_FACTOR = 2.0  # bytes of optimizer state per byte of parameters, where the optimizer cannot be asked: two averages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What there is to run on.
+
+    num_ranks: at most. machine: that plans are priced for, as calibrated. here: the machine that rehearses, if that is another one.
+    threads_of: of each of so many ranks. common_memory: whether ranks along dp are processes of one host that share memory.
+    memory_bytes: what a rank may hold; 0: a GPU's memory, or its share of the host's. places: where the ranks along each axis are.
+    """
+
+    num_ranks: int
+    machine: Machine
+    threads_of: Callable[[int], int]
+    common_memory: bool
+    memory_bytes: int = 0
+    here: Machine | None = None
+    places: Places = field(default_factory=Places)
+
+    def limit(self, num_ranks: int) -> int:
+        """Bytes that each of so many ranks may hold."""
+        if self.memory_bytes:
+            return self.memory_bytes
+        return self.machine.memory_bytes if self.machine.device == "cuda" else self.machine.memory_bytes // num_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A plan and what it costs. memory_bytes: of the rank that holds most. num_bytes: axis -> bytes that rank 0 hands over in a step."""
+
+    plan: Plan
+    price: StepPrice
+    memory_bytes: int
+    limit_bytes: int
+    num_bytes: Mapping[str, int]
+    why: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return self.memory_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speedup:
+    """Of n replicas against one rank with the same threads. bound: Amdahl's; with_communication: with what talking costs; predicted: by price."""
+
+    num_ranks: int
+    bound: float
+    with_communication: float
+    predicted: float
+
+
+class Pricer:
+    """Of one job on some devices.
+
+    one_device: memory of a step on one device: predicted from the program, or measured where the loss cannot be read or the optimizer needs values.
+    unread: why the loss cannot be read as a program; "": it can.
+    """
+
+    def __init__(self, job: Job, devices: Devices) -> None:
+        self._job = job
+        self._devices = devices
+        self._programs: dict[int, Program] = {}
+        self._priced: dict[str, Cost] = {}
+        self.unread = ""
+        try:
+            self._priced = costs(self._program(job.batch_size))
+        except CaptureError as error:
+            self.unread = str(error)
+        predicted = self._predicted(Plan())
+        self._is_predicted = predicted is not None
+        self.one_device = one = predicted or measure_memory(job, first_batches(job, 1))
+        self._optimizer_factor = one.optimizer / one.parameters if one.parameters else OPTIMIZER_FACTOR
+        self._memory_share = self._share_of_memory()
+        self._speed = self._relative_speed()
+
+    def price(self, plan: Plan) -> Option:
+        """Rehearse a plan and price it. Raises `PlanError` or `CaptureError` if it cannot run the job."""
+        rehearsal = self._rehearsed(plan, self._devices.threads_of(plan.mesh.size))
+        return Option(
+            plan=plan,
+            price=self._price(rehearsal),
+            memory_bytes=self._memory(rehearsal),
+            limit_bytes=plan.memory_bytes or self._devices.limit(plan.mesh.size),
+            num_bytes=rehearsal.num_bytes,
+        )
+
+    def speedups(self, options: Sequence[Option]) -> tuple[Work | None, tuple[Speedup, ...]]:
+        """Of data parallelism: what one rank does in a step, and for each number of replicas that was priced the bounds and the price."""
+        replicas = {each.plan.dp: each.price for each in options if each.plan.mesh.size == each.plan.dp > 1 and not each.plan.zero}
+        if not replicas:
+            return None, ()
+        alone = self._price(self._rehearsed(Plan(), self._devices.threads_of(max(replicas))))
+        work = Work(serial_seconds=alone.seconds - alone.chunks, parallel_seconds=alone.chunks)
+        found = [
+            Speedup(
+                num_ranks=dp,
+                bound=bound(work, dp),
+                with_communication=with_communication(work, dp, price.exchange),
+                predicted=work.seconds / price.seconds,
+            )
+            for dp, price in sorted(replicas.items())
+        ]
+        return work, tuple(found)
+
+    def _price(self, rehearsal: Rehearsal) -> StepPrice:
+        return price_step(rehearsal, self._devices.machine, memory_share=self._memory_share, places=self._devices.places)
+
+    def _rehearsed(self, plan: Plan, threads: int) -> Rehearsal:
+        found = rehearse(
+            self._job, plan, threads=threads, common_memory=self._devices.common_memory, optimizer_factor=self._optimizer_factor
+        )  # fmt: skip
+        return at_speed(found, self._speed) if self._speed != 1.0 else found
+
+    def _memory(self, rehearsal: Rehearsal) -> int:
+        """Of the rank that holds most.
+
+        Replicas that are whole: the prediction for their chunk. Parts of one, and exchanges that keep more than buckets: what was held when it was
+        rehearsed, the batch, and temporaries as large as one device's for such a chunk, divided over tp.
+        """
+        plan = rehearsal.plan
+        if self._is_predicted and not plan.reads and not plan.local and plan.exchange == "all_reduce" and plan.compress == "none":
+            predicted = self._predicted(plan, one_copy=rehearsal.one_copy)
+            if predicted is not None:
+                return predicted.peak
+        temporaries = self.one_device.temporaries // (plan.num_chunks * plan.tp)
+        return max(each.total for each in rehearsal.held) + temporaries + self.one_device.batch // plan.dp
+
+    def _predicted(self, plan: Plan, *, one_copy: bool = False) -> Memory | None:
+        """From shapes; None where the loss cannot be read, or the optimizer cannot be stepped without values."""
+        if self.unread:
+            return None
+        program = self._program(chunk_sizes(self._job.batch_size, plan.num_chunks)[0])
+        try:
+            return predict_memory(
+                program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp, zero=plan.zero, one_copy=one_copy
+            )  # fmt: skip
+        except Exception:  # the user's optimizer may do anything; then memory is measured
+            return None
+
+    def _program(self, samples: int) -> Program:
+        if samples not in self._programs:
+            (batch,) = first_batches(self._job, 1, samples)
+            self._programs[samples] = capture_shapes(self._job, batch)
+        return self._programs[samples]
+
+    def _share_of_memory(self) -> float:
+        """Of a rank's time, what operators take that read and write memory rather than multiply; one half where the loss cannot be read."""
+        if self.unread:
+            return 0.5
+        products = others = 0.0
+        for node in self._program(self._job.batch_size).nodes:
+            seconds = node_seconds(node, self._priced[node.name], self._devices.machine).total
+            if kind_of(node, self._priced[node.name]) in COUNTED_IN_FLOPS:
+                products += seconds
+            else:
+                others += seconds
+        return others / (products + others) if products + others else 0.5
+
+    def _relative_speed(self) -> float:
+        """How many times longer computing takes on the machine in question than here."""
+        here, there = self._devices.here, self._devices.machine
+        if here is None or here.name == there.name:
+            return 1.0
+        if self.unread:
+            raise MachineError(f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}")
+        program = self._program(self._job.batch_size)
+        return program_seconds(program, self._priced, there).total / program_seconds(program, self._priced, here).total
+
+
+def at_speed(rehearsal: Rehearsal, factor: float) -> Rehearsal:
+    """The same steps by ranks that compute `factor` times as long."""
+
+    def slower(step: RankStep) -> RankStep:
+        spans = tuple(replace(span, start=span.start * factor, stop=span.stop * factor) for span in step.spans)
+        return RankStep(seconds=step.seconds * factor, spans=spans, calls=tuple(replace(call, at=call.at * factor) for call in step.calls))
+
+    return replace(rehearsal, steps=tuple(tuple(map(slower, step)) for step in rehearsal.steps))

@@ -1,0 +1,138 @@
+"""Why a plan, in words for somebody who is new to the field: what each split does, what it costs, and what decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshloom.graph.amounts import amount
+from meshloom.links import Link
+from meshloom.plan import Plan
+from meshloom.planner.pricing import Devices, Option
+
+WORTH_SAYING = 0.1  # of a step
+
+
+def why_of(option: Option, best: Option | None) -> str:
+    """What the plan does, and what is good or bad about it beside the recommended one."""
+    parts = [what_it_does(option.plan)]
+    sent = ", ".join(f"{amount(count)} along {axis}" for axis, count in option.num_bytes.items())
+    parts.append(f"a rank sends {sent} a step" if sent else "nothing is sent")
+    price = option.price
+    if not option.fits:
+        parts.append(f"does not fit: a rank would hold {amount(option.memory_bytes)} of {amount(option.limit_bytes)}")
+    elif best and option.plan == best.plan:
+        parts.append("recommended")
+    elif best and price.seconds > best.price.seconds:
+        causes = [
+            (price.idle_share, "ranks wait or talk"),
+            (price.exchange / price.seconds, "the exchange of gradients takes"),
+            (price.update / price.seconds, "the update takes"),
+        ]
+        share, what = max(causes)
+        slower = f"{price.seconds / best.price.seconds:.2f} times the step of {best.plan}"
+        parts.append(f"{slower}; {what} {share:.0%} of it" if share > WORTH_SAYING else slower)
+    elif best:
+        parts.append(f"as fast as {best.plan}, which is simpler")
+    return "; ".join(parts)
+
+
+def what_it_does(plan: Plan) -> str:
+    """In plain words.
+
+    >>> what_it_does(Plan(dp=2))
+    'each of 2 replicas trains on half of the batch and they add up their gradients'
+    >>> what_it_does(Plan())
+    'one rank does everything'
+    """
+    parts: list[str] = []
+    if plan.dp > 1:
+        share = {2: "half", 3: "a third", 4: "a quarter"}.get(plan.dp, f"1/{plan.dp}")
+        how = {"server": "servers add up their gradients and send new parameters", "local_sgd": "they average parameters now and then"}
+        how["diloco"] = how["local_sgd"]
+        parts.append(f"each of {plan.dp} replicas trains on {share} of the batch and {how.get(plan.exchange, 'they add up their gradients')}")
+    if plan.pp > 1:
+        chunks = f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "the batch in one piece, so that one rank works at a time"
+        parts.append(f"the layers are divided over {plan.pp} ranks, which hand on {chunks}")
+    elif plan.microbatches > 1:
+        parts.append(f"a replica's share is computed in {plan.microbatches} pieces, one after another")
+    if plan.tp > 1:
+        parts.append(f"every layer is divided over {plan.tp} ranks, which add up their parts in each")
+    return ", and ".join(parts) or "one rank does everything"
+
+
+def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: Sequence[Option]) -> str:
+    """What to take, and why (R8.4)."""
+    fits = one_device_bytes <= limit
+    room = f"A step on one device holds {amount(one_device_bytes)}, and there are {amount(limit)}"
+    if best is None:
+        closest = min(options, key=lambda each: each.memory_bytes, default=None)
+        least = (
+            f"; the plan that needs least, {closest.plan}, needs {amount(closest.memory_bytes)} of {amount(closest.limit_bytes)}" if closest else ""
+        )
+        return f"{room}. No plan on these devices fits{least}. Use more devices, a smaller batch or recompute=full."
+    plan = best.plan
+    alone = next((each for each in options if each.plan == Plan()), None)
+    faster = f", {alone.price.seconds / best.price.seconds:.2f} times as fast as one rank" if alone and best.plan != alone.plan else ""
+    if fits and plan.mesh.size == 1:
+        return f"{room}, so the model fits. Take one rank: on these devices every division costs more than it saves."
+    if fits and plan.mesh.size == plan.dp:
+        return f"{room}, so every rank can hold the whole model: divide the batch, not the model. Take {plan}{faster}."
+    if fits:
+        replicas = min(
+            (each for each in options if each.plan.mesh.size == each.plan.dp > 1 and each.fits), key=lambda each: each.price.seconds, default=None
+        )
+        beside = (
+            f"; the best that divides only the batch, {replicas.plan}, takes {replicas.price.seconds / best.price.seconds:.2f} times as long"
+            if replicas
+            else ""
+        )
+        return f"{room}, so dividing the batch would do, but dividing the model is faster here{beside}. Take {plan}{faster}."
+    how = [f"pp={plan.pp} gives each rank some of the layers"] * (plan.pp > 1) + [f"tp={plan.tp} gives each rank a part of every layer"] * (
+        plan.tp > 1
+    )
+    how += ["zero=1 divides the optimizer's state"] * (plan.zero > 0)
+    how += [f"microbatches={plan.microbatches} keeps the activations of fewer samples at a time"] * (plan.pp == 1 < plan.microbatches)
+    how += [f"dp={plan.dp} lets each rank hold the activations of fewer samples"] * (not how)
+    return (
+        f"{room}, so the whole does not fit and has to be divided. Take {plan}: {' and '.join(how)}, a rank holds {amount(best.memory_bytes)}, "
+        f"and of the plans that fit it is the fastest."
+    )
+
+
+def exchange_reason(options: Sequence[Option], devices: Devices) -> str:
+    """All-reduce or a server, by formulas (R3.3) with what one message takes on the measured link; "" if no plan has replicas or no link was measured."""
+    replicas = [each for each in options if each.plan.dp > 1 and each.plan.mesh.size == each.plan.dp]
+    link = next((each for each in devices.machine.links if each.collective == "send" and each.place == devices.places.dp), None)
+    if not replicas or link is None:
+        return ""
+    option = max(replicas, key=lambda each: each.plan.dp)
+    n, size = option.plan.dp, option.num_bytes.get("dp", 0)
+    ring, server = ring_seconds(n, size, link), server_seconds(n, size, link)
+    if devices.common_memory:
+        how = "ranks of one host that share memory read each other's gradients where they lie, and nothing is sent twice"
+    elif server < ring:
+        how = "so little is sent that the number of messages decides, and exchange=server may be faster; --plan prices it"
+    else:
+        how = "every link carries the same, while all of a server's traffic goes over one"
+    return (
+        f"Exchange: all_reduce (the default). For {amount(size)} on {n} ranks a ring's formula says {1e3 * ring:.2g} ms, one server's "
+        f"{1e3 * server:.2g} ms: {how}."
+    )
+
+
+def ring_seconds(num_ranks: int, num_bytes: float, link: Link) -> float:
+    """2(N-1) messages of S/N (R3.3).
+
+    >>> ring_seconds(4, 8, Link(collective="send", ranks=2, latency_seconds=0.0, bytes_per_second=1.0, residual=0.0))
+    12.0
+    """
+    return 2 * (num_ranks - 1) * link.latency_seconds + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
+
+
+def server_seconds(num_ranks: int, num_bytes: float, link: Link) -> float:
+    """All gradients in and all parameters out over the server's link (R3.3).
+
+    >>> server_seconds(4, 8, Link(collective="send", ranks=2, latency_seconds=0.0, bytes_per_second=1.0, residual=0.0))
+    64.0
+    """
+    return 2 * link.latency_seconds + 2 * num_ranks * num_bytes / link.bytes_per_second

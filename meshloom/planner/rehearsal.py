@@ -1,0 +1,90 @@
+"""What every rank of a plan did in steps that were rehearsed: its own seconds, what it handed to others and when, and what it held.
+
+Seconds are on a rank's *own clock*, which stands still while the rank waits for others or hands something over. So they are what the rank
+computes, whoever else is slow, and what talking costs is added by whoever knows the links (`step_seconds.py`).
+
+    own clock    0 ____ chunks ____ | exchange | update | exchange | end
+    calls           ^    ^     ^        ^                   ^             (axis, kind, bytes) at a moment of that clock
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from meshloom.mesh import Axis, Place
+from meshloom.pipeline.schedule import Schedule
+from meshloom.pipeline.spans import Span
+from meshloom.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """An operation that a rank started. at: on its own clock. in_place: the tensor lay where all ranks of the host can read it."""
+
+    axis: Axis
+    kind: str
+    num_bytes: int
+    ranks: int
+    at: float
+    in_place: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """One step of one rank. seconds: of its own clock. spans: what it did, on the same clock; actions of the schedule only where the plan has pp."""
+
+    seconds: float
+    spans: tuple[Span, ...]
+    calls: tuple[Call, ...]
+
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        """Axis -> bytes handed over, of every kind."""
+        found: dict[str, int] = {}
+        for call in self.calls:
+            if call.num_bytes:
+                found[call.axis] = found.get(call.axis, 0) + call.num_bytes
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes that a rank holds: always, and at most from forwards to backwards. The batch and temporaries are not among them."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    kept: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """Steps of a plan. places, held: [rank]. steps: [step][rank]. threads: of each rank. schedule: of the plan's pipeline, if it has one.
+
+    one_copy: whether the replicas have one copy of parameters and optimizer state.
+    """
+
+    plan: Plan
+    threads: int
+    places: tuple[Place, ...]
+    steps: tuple[tuple[RankStep, ...], ...]
+    held: tuple[Held, ...]
+    schedule: Schedule | None = None
+    one_copy: bool = False
+
+    @property
+    def num_bytes(self) -> Mapping[str, int]:
+        """Axis -> bytes that rank 0 hands over in a step, on average where steps differ (local steps)."""
+        totals: dict[str, int] = {}
+        for step in self.steps:
+            for axis, count in step[0].num_bytes.items():
+                totals[axis] = totals.get(axis, 0) + count
+        return MappingProxyType({axis: round(count / len(self.steps)) for axis, count in totals.items()})

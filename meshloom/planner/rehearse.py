@@ -1,0 +1,243 @@
+"""Runs a few steps of a plan with all its ranks in this process, and notes what each rank does by itself.
+
+Everything of a rank runs as it does in training: the same division, cuts, schedule, buckets, optimizer, from the same decisions. Only the
+talking does not happen; what would be handed over is counted. Ranks take turns, each on a clock of its own (`own_clock.py`), so one core is
+enough to know what each of many ranks computes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from meshloom.comm.activity import Activity
+from meshloom.comm.group import Group
+from meshloom.comm.record import RecordedGroup
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Steps, Turns, advance_one
+from meshloom.errors import PlanError
+from meshloom.graph.amounts import amount
+from meshloom.job import Job
+from meshloom.mesh import AXES, Axis, Mesh, Place
+from meshloom.pipeline.recorder import Recorder
+from meshloom.plan import Plan
+from meshloom.planner.kept import Kept
+from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup
+from meshloom.planner.rehearsal import Held, RankStep, Rehearsal
+from meshloom.random import preserved_draws
+from meshloom.replica import Replica
+from meshloom.state.chunks import Chunk
+from meshloom.state.data import open_reader
+from meshloom.state.team_data import open_team_reader
+
+T = TypeVar("T")
+WARM_UP_STEPS = 2  # optimizer state is made in the first, memory is touched, kernels are chosen
+STEPS = (2, 15)  # least and most that count
+SECONDS = 0.5  # of one rank's own clock, after which there are enough
+
+
+def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimizer_factor: float = 2.0) -> Rehearsal:
+    """Steps of `plan` on CPUs, each rank with so many threads.
+
+    common_memory: ranks along dp are processes of one host that share memory. optimizer_factor: bytes of optimizer state per byte of parameters.
+
+    Raises `PlanError` if the plan cannot run this job or the ranks do not fit into this process, and what the job raises.
+    """
+    if plan.exchange == "async":
+        raise PlanError("exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train.")
+    plan.check_batch(job.batch_size)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with preserved_draws(), _ranks(job, plan, common_memory) as ranks:
+            shares = ranks.run(lambda rank: _read(job, plan, rank))
+            first = ranks.run(lambda rank: _watched_step(rank, shares[rank.number]))
+            for step in range(1, WARM_UP_STEPS):
+                ranks.run(lambda rank, step=step: rank.replica.step(step, shares[rank.number]))
+            cycle = plan.local_steps if plan.local else 1
+            steps: list[tuple[RankStep, ...]] = []
+            while not _enough(steps, cycle):
+                number = WARM_UP_STEPS + len(steps)
+                steps.append(tuple(ranks.run(lambda rank, number=number: _timed_step(rank, number, shares[rank.number]))))
+            replicas = [rank.replica for rank in ranks.all]
+            staged = replicas[0].staged
+            filled = sum(1 for chunk in shares[0] if chunk.samples)
+            return Rehearsal(
+                plan=plan,
+                threads=threads,
+                places=tuple(rank.place for rank in ranks.all),
+                steps=tuple(steps),
+                held=tuple(_held(replica, kept, optimizer_factor) for replica, kept in zip(replicas, first, strict=True)),
+                schedule=staged.staging.schedule(filled) if staged and plan.pp > 1 else None,
+                one_copy=replicas[0].exchange.one_copy,
+            )
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(kw_only=True)
+class _Rank:
+    """A `Seat`, its clock, and its replica."""
+
+    number: int
+    place: Place
+    groups: Mapping[Axis, RecordedGroup]
+    statistics: RecordedGroup
+    world: Group
+    team: Group | None
+    readers: Group
+    clock: OwnClock
+    device: torch.device
+    activity: Activity = field(default_factory=Activity)
+    replica: Replica = field(init=False)
+
+    @property
+    def rank(self) -> int:
+        return self.number
+
+
+class _Ranks:
+    """All ranks of a plan, in turns."""
+
+    def __init__(self, ranks: Sequence[_Rank], turns: Turns) -> None:
+        self.all = ranks
+        self._turns = turns
+
+    def run(self, steps: Callable[[_Rank], Steps[T]]) -> list[T]:
+        """Each rank's generator to its end, in a thread of its own; they hand over where they wait."""
+        return self._turns.run([lambda rank=rank: _to_its_end(steps(rank)) for rank in self.all])
+
+
+@contextmanager
+def _ranks(job: Job, plan: Plan, common_memory: bool) -> Iterator[_Ranks]:
+    turns = Turns()
+    ranks = _Ranks(_seats(plan.mesh, turns, common_memory), turns)
+    try:
+        for rank in ranks.all:
+            rank.replica = Replica(job, plan, rank, share=True)
+            _check_room(rank.replica, plan.mesh.size - rank.number)
+        ranks.run(lambda rank: rank.replica.prepare())
+        yield ranks
+    finally:
+        for rank in ranks.all:
+            if hasattr(rank, "replica"):
+                rank.replica.close()
+
+
+def _seats(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
+    clocks = [OwnClock(torch.device("cpu")) for _ in range(mesh.size)]
+
+    def along(axis: Axis) -> dict[int, RecordedGroup]:
+        found: dict[int, RecordedGroup] = {}
+        for members in mesh.groups(axis):
+            common = CommonMemory(len(members)) if common_memory else None
+            for rank, group in zip(members, simulated_groups(len(members), turns), strict=True):
+                found[rank] = RecordedGroup(RehearsedGroup(group, axis, clocks[rank], common), axis)
+        return found
+
+    def among(sets: Sequence[Sequence[int]]) -> dict[int, Group]:
+        return {rank: group for members in sets for rank, group in zip(members, simulated_groups(len(members), turns), strict=True)}
+
+    axes: dict[Axis, dict[int, RecordedGroup]] = {axis: along(axis) for axis in AXES if axis == "dp" or getattr(mesh, axis) > 1}
+    statistics, readers, world = along("dp"), among(mesh.groups("dp")), among([range(mesh.size)])
+    teams = among(mesh.teams()) if mesh.size > mesh.dp else {}
+    return [
+        _Rank(
+            number=rank,
+            place=mesh.place(rank),
+            groups={axis: groups[rank] for axis, groups in axes.items()},
+            statistics=statistics[rank],
+            world=world[rank],
+            team=teams.get(rank),
+            readers=readers[rank],
+            clock=clocks[rank],
+            device=torch.device("cpu"),
+        )
+        for rank in range(mesh.size)
+    ]
+
+
+def _read(job: Job, plan: Plan, rank: _Rank) -> Steps[list[Chunk]]:
+    """The rank's share of the first batch."""
+    if rank.team is None:
+        reader = yield from open_reader(job, plan, rank.readers, 0, 1)
+    else:
+        reader = yield from open_team_reader(job, plan, rank.readers, rank.team, 0, 1)
+    try:
+        return (yield from reader.read(0))
+    finally:
+        reader.close()
+
+
+def _watched_step(rank: _Rank, chunks: Sequence[Chunk]) -> Steps[int]:
+    """The first step; the most bytes that were kept for backwards in it."""
+    rank.clock.begin()
+    with Kept([*rank.replica.model.parameters(), *rank.replica.model.buffers()]) as kept:
+        yield from rank.replica.step(0, chunks)
+    return kept.most
+
+
+def _timed_step(rank: _Rank, number: int, chunks: Sequence[Chunk]) -> Steps[RankStep]:
+    rank.clock.begin()
+    recorder = rank.replica.recorder = Recorder(rank.device, rank.clock.nanoseconds)
+    yield from rank.replica.step(number, chunks)
+    rank.clock.stop()
+    seconds, spans = rank.clock.seconds, recorder.take()
+    rank.replica.recorder = None
+    return RankStep(seconds=seconds, spans=spans, calls=tuple(rank.clock.calls))
+
+
+def _held(replica: Replica, kept: int, optimizer_factor: float) -> Held:
+    plan = replica.plan
+    parameters = [each for each in replica.model.parameters() if not each.is_meta]
+    trained = sum(each.nbytes for each in parameters if each.requires_grad)
+    owned = sum((each.stop - each.start) * each.parameter.itemsize for each in replica.exchange.owned)
+    one_copy = replica.exchange.one_copy
+    whole = sum(each.nbytes for each in parameters)
+    return Held(
+        parameters=-(-whole // plan.dp) if one_copy else whole,
+        gradients=trained + (-(-trained // plan.dp) if plan.zero and plan.dp > 1 and not one_copy else 0),
+        optimizer=round(optimizer_factor * owned),
+        buffers=sum(each.nbytes for each in replica.model.buffers() if not each.is_meta),
+        kept=kept,
+    )
+
+
+def _enough(steps: Sequence[Sequence[RankStep]], cycle: int) -> bool:
+    """Whether so many steps will do. cycle: after how many steps they repeat."""
+    least, most = (number * cycle for number in STEPS)
+    seconds = sum(step[0].seconds for step in steps)
+    return len(steps) % cycle == 0 and len(steps) >= least and (len(steps) >= most or seconds >= SECONDS)
+
+
+def _check_room(replica: Replica, num_ranks: int) -> None:
+    """Raise `PlanError` if there is no room for so many ranks, this one included, which has built its model. Each builds the whole of it at first."""
+    num_bytes = 4 * sum(each.nbytes for each in replica.model.parameters())  # with gradients and an optimizer's two averages
+    if num_bytes * num_ranks > free_bytes():
+        raise PlanError(
+            f"{replica.plan} cannot be rehearsed here: {num_ranks} ranks hold up to {amount(num_bytes)} each in this process, and {amount(free_bytes())} "
+            "of memory are free. Price plans of fewer ranks, or a model with fewer layers."
+        )
+
+
+def free_bytes() -> int:
+    """Memory of this machine that can be had."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(available)
+
+
+def _to_its_end(rank: Steps[T]) -> T:
+    while True:
+        done, result = advance_one(rank)
+        if done:
+            return result

@@ -1,0 +1,191 @@
+"""The price of a plan's step: what its ranks computed when it was rehearsed, slowed down by each other, and what their talking costs.
+
+    chunks                          exchange            update       exchange
+    ranks compute; with pp the      gradients,          owners       updated parameters,
+    schedule, run on paper          what is not hidden  update       if somebody needs them
+
+Between these parts all ranks wait for each other, so each takes as long as its slowest rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from meshloom.cluster import Machine, collective_seconds
+from meshloom.errors import MachineError
+from meshloom.links import COLLECTIVES, Collective, Where
+from meshloom.mesh import AXES, Axis
+from meshloom.planner.actions import pipelined
+from meshloom.planner.on_cores import Effort, run_on_cores
+from meshloom.planner.rehearsal import Call, RankStep, Rehearsal
+
+_LIKE: Mapping[str, Collective] = {"barrier": "all_reduce", "scatter": "broadcast"}  # what is not measured, as something that is
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrice:
+    """A step in seconds, and what of them is what, of the slowest rank in each part.
+
+    chunks: forwards and backwards, talking along tp and messages along pp included. exchange: along dp, what no computing hides. update: of
+    parameters. other: what else a rank computes in the step: buckets, sums, norms. talking: along tp and pp, of one rank, within `chunks`.
+    idle_share: of the step in which a rank has nothing to compute, on average.
+    """
+
+    seconds: float
+    chunks: float
+    exchange: float
+    update: float
+    other: float
+    talking: Mapping[Axis, float]
+    idle_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the ranks along each axis are: inside one host, or on several."""
+
+    dp: Where = "inside"
+    pp: Where = "inside"
+    tp: Where = "inside"
+
+
+def price_step(rehearsal: Rehearsal, machine: Machine, *, memory_share: float = 0.5, places: Places | None = None) -> StepPrice:
+    """Of the typical rehearsed step, or the mean over a round of local steps.
+
+    memory_share: of a rank's time, moving memory (`Machine.slowdown`). Raises `MachineError` if the machine was calibrated with one rank.
+    """
+    pricer = _Pricer(rehearsal, machine, memory_share, places or Places())
+    prices = [pricer.price(step) for step in rehearsal.steps]
+    if rehearsal.plan.local:
+        return _mean(prices)
+    # The lower quartile: what else runs on the machine only adds time.
+    return sorted(prices, key=lambda each: each.seconds)[(len(prices) - 1) // 4]
+
+
+class _Pricer:
+    """Of one rehearsal on one machine."""
+
+    def __init__(self, rehearsal: Rehearsal, machine: Machine, memory_share: float, places: Places) -> None:
+        self._rehearsal = rehearsal
+        self._plan = rehearsal.plan
+        self._machine = machine
+        self._memory_share = memory_share
+        self._places = places
+        self._size = rehearsal.plan.mesh.size
+
+    def price(self, step: Sequence[RankStep]) -> StepPrice:
+        """One step of all ranks."""
+        parts = [_Parts(each) for each in step]
+        talking: dict[Axis, float] = {}
+        for axis in ("tp", "pp"):
+            within = max(sum(self._seconds(call) for call in each.calls if call.axis == axis) for each in step)
+            if within:
+                talking[axis] = within
+        chunks, busy = self._chunks(step, parts)
+        exchange = max(map(self._exchange, parts))
+        computing = [[part.update for part in parts], [part.before_update for part in parts], [part.after_update for part in parts]]
+        update, *others = map(self._together, computing)
+        busy += sum(seconds * _evenness(each) for seconds, each in zip((update, *others), computing, strict=True))
+        update += max(sum(map(self._seconds, part.calls_in_update)) for part in parts)
+        seconds = chunks + exchange + update + sum(others)
+        return StepPrice(
+            seconds=seconds, chunks=chunks, exchange=exchange, update=update, other=sum(others), talking=MappingProxyType(talking),
+            idle_share=max(0.0, 1.0 - busy / seconds),
+        )  # fmt: skip
+
+    def _chunks(self, step: Sequence[RankStep], parts: Sequence[_Parts]) -> tuple[float, float]:
+        """Seconds, and those in which a rank computes, on average."""
+        within = [[call for call in part.calls_in_chunks if call.axis != "dp"] for part in parts]
+        if self._rehearsal.schedule is None:
+            computing = self._together([part.chunks for part in parts])
+            busy = computing * _evenness([part.chunks for part in parts])
+            return computing + max(sum(map(self._seconds, calls)) for calls in within), busy
+        schedule, others = self._rehearsal.schedule, self._size // self._plan.pp
+        ranks = [pipelined(own, calls, part.chunks, self._seconds) for own, part, calls in zip(step, parts, within, strict=True)]
+        # Of replicas, and of ranks along tp, the slowest counts.
+        took = {action: [rank.actions[action] for rank in ranks if action in rank.actions] for _, action in schedule}
+        shared = run_on_cores(
+            schedule,
+            lambda action: Effort(alone_seconds=max(each.alone for each in took[action]), talking_seconds=max(each.talking for each in took[action])),
+            lambda before, _: max(each.sending for each in took[before]),
+            lambda busy: self._slow(busy * others),
+        )
+        seconds = shared.seconds + self._together([rank.around for rank in ranks]) + max(rank.rest for rank in ranks)
+        return seconds, statistics.mean(shared.busy_seconds)
+
+    def _exchange(self, part: _Parts) -> float:
+        """What is left to wait for when a rank has computed its chunks, and what comes after.
+
+        Where somebody else than the cores moves the bytes, they move while chunks are computed.
+        """
+        before = [call for call in part.calls_in_chunks if call.axis == "dp"]
+        after = sum(self._seconds(call) for call in part.calls_in_exchange)
+        if self._machine.device == "cpu" and self._places.dp == "inside":
+            return sum(map(self._seconds, before)) + after
+        slow = self._slow(self._size)
+        done = 0.0
+        for call in before:
+            done = max(done, call.at * slow) + self._seconds(call)
+        return max(0.0, done - part.chunks * slow) + after
+
+    def _seconds(self, call: Call) -> float:
+        if call.kind == "recv" or (call.kind == "scatter" and not call.num_bytes):
+            return 0.0
+        collective = _collective(call.kind)
+        place: Where = getattr(self._places, call.axis)
+        return collective_seconds(
+            self._machine, collective, call.num_bytes, 2 if collective == "send" else call.ranks, among=self._size, place=place, in_place=call.in_place
+        )  # fmt: skip
+
+    def _together(self, seconds: Sequence[float]) -> float:
+        """What ranks take that compute so long each, at the same time."""
+        longest = max(seconds)
+        return longest * self._slow(sum(seconds) / longest) if longest > 0 else 0.0
+
+    def _slow(self, busy: float) -> float:
+        return self._machine.slowdown(busy, self._rehearsal.threads, self._memory_share)
+
+
+class _Parts:
+    """A rank's step, divided at its exchange and its update. All in seconds of its own clock."""
+
+    def __init__(self, step: RankStep) -> None:
+        exchange = [span for span in step.spans if span.kind == "exchange"]
+        updates = [span for span in step.spans if span.kind == "update"]
+        if not exchange or not updates:
+            raise MachineError("A rehearsed step has no exchange or no update, so it cannot be priced.")
+        first, update = exchange[0], updates[0]
+        self.chunks = first.start
+        self.before_update = update.start - first.start
+        self.update = update.seconds
+        self.after_update = step.seconds - update.stop
+        self.calls_in_chunks = [call for call in step.calls if call.at <= first.start]
+        self.calls_in_update = [call for call in step.calls if update.start < call.at <= update.stop]
+        self.calls_in_exchange = [call for call in step.calls if first.start < call.at <= update.start or call.at > update.stop]
+
+
+def _evenness(seconds: Sequence[float]) -> float:
+    """The mean beside the longest: how much of the time in which the slowest computes ranks do on average."""
+    longest = max(seconds)
+    return statistics.mean(seconds) / longest if longest else 0.0
+
+
+def _collective(kind: str) -> Collective:
+    for each in COLLECTIVES:
+        if each == kind:
+            return each
+    return _LIKE[kind]
+
+
+def _mean(prices: Sequence[StepPrice]) -> StepPrice:
+    def mean(name: str) -> float:
+        return statistics.mean(getattr(each, name) for each in prices)
+
+    talking: dict[Axis, float] = {axis: statistics.mean(each.talking.get(axis, 0.0) for each in prices) for axis in AXES}
+    return StepPrice(
+        seconds=mean("seconds"), chunks=mean("chunks"), exchange=mean("exchange"), update=mean("update"), other=mean("other"),
+        talking=MappingProxyType(talking), idle_share=mean("idle_share"),
+    )  # fmt: skip

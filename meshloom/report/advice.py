@@ -1,0 +1,85 @@
+"""Advice as text, and as records: a table of plans, which of them to take and why, and how far more ranks can go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshloom.graph.amounts import amount
+from meshloom.planner.advise import Advice
+from meshloom.planner.pricing import Option
+from meshloom.report.machine import duration
+
+
+def print_advice(advice: Advice, console: Console) -> None:
+    """The plans, fastest first, those that do not fit last; the reason; Amdahl's bound; what was refused."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("plan", no_wrap=True)
+    for heading in ("step", "memory", "sent a step", "idle"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for each in advice.options:
+        sent = ", ".join(f"{axis} {amount(count)}" for axis, count in each.num_bytes.items())
+        table.add_row(
+            str(each.plan),
+            duration(each.price.seconds),
+            amount(each.memory_bytes),
+            sent or "nothing",
+            f"{each.price.idle_share:.0%}",
+            _mark(advice, each),
+        )
+    console.print(table)
+    _line(console, "")
+    _line(console, advice.reason)
+    if len(advice.options) == 1:
+        _line(console, f"{advice.options[0].plan}: {advice.options[0].why}.")
+    else:
+        for each in advice.options:
+            _line(console, f"  {each.plan}: {each.why}")
+    if advice.exchange:
+        _line(console, advice.exchange)
+    if advice.work:
+        share = advice.work.parallel_share
+        _line(console, f"\nAmdahl: {share:.1%} of a step is forwards and backwards, which replicas divide; the rest every rank does.")
+        _line(console, "ranks  bound  with communication  predicted")
+        for each in advice.speedups:
+            _line(console, f"{each.num_ranks:5}  {each.bound:5.2f}  {each.with_communication:18.2f}  {each.predicted:9.2f}")
+        _line(
+            console, "bound: 1 / (1 - f + f/n), every rank with cores of its own; predicted: with cores and memory shared as they are on this machine"
+        )
+    for plan, why in advice.refused.items():
+        _line(console, f"not possible: {plan}: {why}")
+    _line(console, "seconds: without reading data; memory: predicted for whole replicas, estimated for parts of one")
+
+
+def advice_records(advice: Advice) -> list[dict[str, Any]]:
+    """What fits on one device, a record for each plan, those that are refused, the speed-ups, and the recommendation."""
+    one = {"memory_bytes": advice.one_device.peak, "limit_bytes": advice.one_device_limit, "fits": advice.fits_on_one}
+    options = [{"event": "plan", **option_record(each)} for each in advice.options]
+    refused = [{"event": "refused", "plan": plan, "why": why} for plan, why in advice.refused.items()]
+    speedups = [{"event": "speedup", **vars(each)} for each in advice.speedups]
+    best = advice.recommended
+    chosen = {"plan": str(best.plan) if best else None, "why": advice.reason, "exchange": advice.exchange}
+    return [{"event": "one_device", **one}, *options, *refused, *speedups, {"event": "recommended", **chosen}]
+
+
+def option_record(option: Option) -> dict[str, Any]:
+    """One plan: bytes by axis are those that rank 0 hands over in a step."""
+    price = option.price
+    return {
+        "plan": str(option.plan), "step_seconds": price.seconds, "memory_bytes": option.memory_bytes, "bytes": dict(option.num_bytes),
+        "idle_share": price.idle_share, "why": option.why, "fits": option.fits, "limit_bytes": option.limit_bytes,
+        "seconds": {"chunks": price.chunks, "exchange": price.exchange, "update": price.update, "other": price.other, "talking": dict(price.talking)},
+    }  # fmt: skip
+
+
+def _mark(advice: Advice, option: Option) -> str:
+    if not option.fits:
+        return "does not fit"
+    return "<- take this" if advice.recommended and option.plan == advice.recommended.plan else ""
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,192 @@
+"""Advice: what fits, what is recommended and why, on devices whose numbers are known."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from jobs import make_job
+from rehearsals import machine
+from rich.console import Console
+
+from meshloom.errors import PlanError
+from meshloom.links import Link
+from meshloom.plan import Plan
+from meshloom.planner.advise import advise, recommended
+from meshloom.planner.candidates import candidates
+from meshloom.planner.pricing import Devices, Option, Pricer, at_speed
+from meshloom.planner.reasons import exchange_reason, reason_of, why_of
+from meshloom.planner.rehearse import rehearse
+from meshloom.planner.step_seconds import StepPrice, price_step
+from meshloom.report.advice import advice_records, print_advice
+
+RECORD = {"plan", "step_seconds", "memory_bytes", "bytes", "idle_share", "why"}
+
+
+def devices(**values: Any) -> Devices:
+    return Devices(**{"num_ranks": 2, "machine": machine(), "threads_of": lambda ranks: 1, "common_memory": True, **values})
+
+
+def option(plan: str, seconds: float, memory_bytes: int = 100, limit_bytes: int = 1000, **num_bytes: int) -> Option:
+    price = StepPrice(seconds=seconds, chunks=seconds, exchange=0.0, update=0.0, other=0.0, talking={}, idle_share=0.3)
+    return Option(plan=Plan.parse(plan), price=price, memory_bytes=memory_bytes, limit_bytes=limit_bytes, num_bytes=num_bytes)
+
+
+def test_every_product_of_at_most_the_devices_is_a_candidate():
+    meshes = {(plan.dp, plan.pp, plan.tp) for plan in candidates(4, 64)}
+    assert meshes == {(dp, pp, tp) for dp in range(1, 5) for pp in range(1, 5) for tp in range(1, 5) if dp * pp * tp <= 4}
+    assert {plan.microbatches for plan in candidates(4, 64) if plan.pp == 1} == {1}
+    assert all(plan.microbatches > 1 and plan.num_chunks <= 64 for plan in candidates(4, 64) if plan.pp > 1)
+    assert not [plan for plan in candidates(4, 2) if plan.dp > 2]  # of two samples no three replicas have some each
+    assert {plan.mesh.size for plan in candidates(12, 64)} == {1, 2, 3, 4, 8, 12}
+    assert {plan.zero for plan in candidates(2, 64, zero=True)} == {0, 1}
+    assert {plan.schedule for plan in candidates(2, 64)} == {"1f1b", "zb-h1"}
+    short = list(candidates(2, 64, memory_bytes=4096))
+    assert {plan.microbatches for plan in short if plan.mesh.size == plan.dp} == {1, 4}
+    assert {plan.memory_bytes for plan in short if plan.pp > 1 or plan.tp > 1} == {4096}
+
+
+def test_of_plans_that_are_about_as_fast_the_simplest_is_recommended():
+    found = [option("tp=2", 1.0), option("dp=2", 1.02), option("dp=4", 1.01), option("dp=1", 2.0)]
+    assert str((recommended(found) or found[0]).plan) == "dp=2"
+    assert str((recommended([option("tp=2", 1.0), option("dp=2", 1.2)]) or found[0]).plan) == "dp=1,tp=2"
+
+
+def test_what_does_not_fit_is_never_recommended():
+    found = [option("dp=1", 1.0, memory_bytes=2000), option("pp=2,microbatches=2", 5.0)]
+    assert str((recommended(found) or found[0]).plan) == "dp=1,pp=2,microbatches=2"
+    assert recommended(found[:1]) is None
+
+
+@pytest.mark.parametrize(
+    ("one_device", "plans", "sentence"),
+    [
+        (10, [("dp=1", 1.0), ("dp=2", 3.0)], "so the model fits. Take one rank: on these devices every division costs more than it saves."),
+        (10, [("dp=1", 2.0), ("dp=2", 1.0)], "divide the batch, not the model. Take dp=2, 2.00 times as fast as one rank."),
+        (10, [("dp=2", 2.0), ("tp=2", 1.0)], "the best that divides only the batch, dp=2, takes 2.00 times as long. Take dp=1,tp=2"),
+        (
+            5000,
+            [("pp=2,microbatches=4", 2.0)],
+            "does not fit and has to be divided. Take dp=1,pp=2,microbatches=4: pp=2 gives each rank some of the layers",
+        ),
+        (5000, [("dp=2", 2.0)], "dp=2 lets each rank hold the activations of fewer samples"),
+    ],
+)
+def test_the_reason_is_said_in_words(one_device: int, plans: list[tuple[str, float]], sentence: str):
+    options = [option(plan, seconds) for plan, seconds in plans]
+    assert sentence in reason_of(one_device, 1000, recommended(options), options)
+
+
+def test_when_nothing_fits_it_says_what_is_closest_and_the_way_out():
+    options = [option("dp=1", 1.0, memory_bytes=4096), option("tp=2", 1.0, memory_bytes=2048)]
+    text = reason_of(4096, 1000, None, options)
+    assert "the plan that needs least, dp=1,tp=2, needs 2.0 KiB of 1000 B. Use more devices" in text
+
+
+def test_a_slower_plan_says_what_its_time_goes_to():
+    best, slow = option("dp=2", 1.0), option("pp=2,microbatches=4", 2.0, pp=4096)
+    assert why_of(best, best).endswith("they add up their gradients; nothing is sent; recommended")
+    assert why_of(slow, best).endswith("a rank sends 4.0 KiB along pp a step; 2.00 times the step of dp=2; ranks wait or talk 30% of it")
+    assert "does not fit: a rank would hold 2.0 KiB of 1000 B" in why_of(option("dp=1", 1.0, memory_bytes=2048), best)
+
+
+def test_ring_and_server_are_compared_by_their_formulas():
+    link = Link(collective="send", ranks=2, latency_seconds=0.0, bytes_per_second=1e6, residual=0.0)
+    text = exchange_reason([option("dp=4", 1.0, dp=1_000_000)], devices(machine=machine(links=(link,)), common_memory=False))
+    assert "a ring's formula says 1.5e+03 ms, one server's 8e+03 ms: every link carries the same" in text
+    assert exchange_reason([option("tp=2", 1.0)], devices()) == ""
+
+
+@pytest.mark.long
+def test_a_memory_limit_only_removes_plans():
+    job = make_job("mlp", "adamw")
+    plans = [Plan.parse(text) for text in ("dp=1", "dp=2", "tp=2")]
+    free = advise(job, devices(), plans=plans)
+    sizes = sorted(each.memory_bytes for each in free.options)
+    assert all(each.fits for each in free.options) and free.fits_on_one
+    known = {str(each.plan): each for each in free.options}
+    for limit in (sizes[1], sizes[0] - 1):
+        tight = advise(job, devices(memory_bytes=limit), plans=plans)
+        assert {str(each.plan): each.memory_bytes for each in tight.options} == {plan: each.memory_bytes for plan, each in known.items()}
+        assert {str(each.plan) for each in tight.options if each.fits} == {plan for plan, each in known.items() if each.memory_bytes <= limit}
+        assert tight.recommended is None or tight.recommended.fits
+    assert advise(job, devices(memory_bytes=sizes[0] - 1), plans=plans[:1]).recommended is None
+
+
+@pytest.mark.long
+def test_records_have_what_is_promised_and_the_text_says_the_same():
+    job = make_job("mlp", "sgd")
+    found = advise(job, devices())
+    records = json.loads(json.dumps(advice_records(found)))
+    options = [each for each in records if each["event"] == "plan"]
+    assert options and all(each.keys() >= RECORD for each in options)
+    assert [each["step_seconds"] for each in options] == sorted(each["step_seconds"] for each in options)
+    assert {each["plan"] for each in options} >= {"dp=1", "dp=2", "dp=1,tp=2"}
+    assert all(each["bytes"].keys() == {axis for axis in ("dp", "pp", "tp") if f"{axis}=2" in each["plan"]} for each in options)
+    assert records[0]["event"] == "one_device" and records[0]["fits"] is True
+    assert records[-1] == {
+        "event": "recommended",
+        "plan": str(found.recommended and found.recommended.plan),
+        "why": found.reason,
+        "exchange": found.exchange,
+    }
+    (speedup,) = (each for each in records if each["event"] == "speedup")
+    assert 1.0 <= speedup["with_communication"] <= speedup["bound"] <= 2.0
+    written = io.StringIO()
+    print_advice(found, Console(width=200, file=written))
+    text = written.getvalue()
+    assert "<- take this" in text and found.reason in text and "Amdahl:" in text
+
+
+def test_a_loss_that_cannot_be_read_is_priced_without_being_read():
+    job = make_job("mlp", "sgd")
+
+    def depends_on_data(model: Any, batch: Any) -> Any:
+        loss = job.loss(model, batch)
+        return loss * 2 if float(loss) > 100 else loss
+
+    found = advise(replace(job, loss=depends_on_data), devices(), plans=[Plan(), Plan.parse("dp=2"), Plan.parse("tp=2")])
+    assert {str(each.plan) for each in found.options} == {"dp=1", "dp=2"}
+    assert list(found.refused) == ["dp=1,tp=2"]
+    assert found.one_device.peak > 0
+
+
+def test_an_optimizer_that_needs_values_has_its_memory_measured():
+    job = make_job("mlp", "sgd")
+
+    class Careful(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    assert float(parameter.sum()) != 2.0, "a parameter without values says 2"
+            return super().step(closure)
+
+    found = advise(replace(job, optimizer=lambda named: Careful(named, lr=0.1), scheduler=None), devices(), plans=[Plan()])
+    assert found.one_device.peak > found.one_device.parameters > 0
+
+
+def test_a_plan_that_cannot_run_the_job_is_the_error_when_it_was_the_only_one():
+    with pytest.raises(PlanError, match="16 stages need 15. Use at most 6 stages"):
+        advise(make_job("mlp", "sgd"), devices(), plans=[Plan.parse("pp=16,microbatches=2")])
+
+
+def test_a_machine_that_computes_twice_as_fast_takes_half_of_what_is_computed():
+    found = rehearse(make_job("mlp", "sgd"), Plan(), threads=1, common_memory=False)
+    here, there = (price_step(each, machine()) for each in (found, at_speed(found, 0.5)))
+    assert there.seconds == pytest.approx(here.seconds / 2)
+
+
+def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.MonkeyPatch):
+    from meshloom.planner import pricing
+
+    sizes: list[int] = []
+    real = pricing.capture_shapes
+    monkeypatch.setattr(pricing, "capture_shapes", lambda job, batch: (sizes.append(len(batch["y"])), real(job, batch))[1])
+    pricer = Pricer(make_job("mlp", "sgd"), devices())
+    for text in ("dp=1", "dp=2", "dp=2,zero=1", "dp=2,microbatches=1"):
+        pricer.price(Plan.parse(text))
+    assert sorted(sizes) == [6, 12]

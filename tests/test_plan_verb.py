@@ -1,0 +1,127 @@
+"""`meshloom plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rehearsals import machine
+from test_cli import FILE, records
+
+from meshloom.at_hand import Wish, devices_for
+from meshloom.cli import main
+from meshloom.cluster import machine_file, save
+from meshloom.comm.shm import why_not
+from meshloom.errors import DeviceError, MachineError, PlanError
+
+HERE = "gloo" if why_not() else "shm"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home in which this machine was measured; its file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = machine_file("cpu")
+    save(machine(transport=HERE, name=path.name.removesuffix("-cpu.json")), path)
+    return path
+
+
+@pytest.mark.long
+def test_all_plans_are_priced_and_one_is_recommended(measured: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", FILE, "--ranks", "2", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    found = records(captured.out)
+    events = [each["event"] for each in found]
+    assert events[0] == "one_device" and events[-1] == "recommended"
+    plans = {each["plan"] for each in found if each["event"] == "plan"}
+    assert {"dp=1", "dp=2", "dp=1,tp=2"} <= plans
+    assert found[-1]["plan"] in plans
+    assert found[-1]["why"] in captured.err
+
+
+def test_one_plan_is_priced_by_itself(measured: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", FILE, "--plan", "dp=3", "--devices", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("plan ")
+    assert "dp=3: each of 3 replicas trains on a third of the batch" in text
+    assert "Amdahl" not in text
+
+
+def test_what_does_not_fit_is_said_and_1(measured: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", FILE, "--plan", "dp=1", "--memory", "1KiB"]) == 1
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "No plan on these devices fits" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--ranks", "0"], "0 ranks can run no plan"),
+        (["--devices", "cuda"], "--devices cuda cannot be priced"),
+        (["--devices", "2", "--ranks", "3"], "both say how many ranks"),
+        (["--memory", "much"], "much is no number of bytes"),
+        (["--plan", "dp=two"], "dp=two must be a whole number"),
+        (["--plan", "dp=2,exchange=async"], "has no steps that all workers take together"),
+        (["--machine", "/nowhere/machine.json"], "There are no measurements in /nowhere/machine.json"),
+        (["--transport", "gloo", "--plan", "dp=2"], "Run meshloom calibrate --transport gloo"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence_and_2(measured: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]):
+    if HERE == "gloo" and "--transport" in words:
+        pytest.skip("here ranks talk over Gloo anyway")
+    assert main(["plan", FILE, *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_measurements_over_another_transport_are_not_used(measured: Path):
+    save(machine(transport="gloo" if HERE == "shm" else "shm"), measured)
+    with pytest.raises(MachineError, match="were measured over .*, and ranks here talk over"):
+        devices_for(Wish(ranks=2), 1, print)
+
+
+def test_a_machine_calibrated_with_one_rank_says_so(measured: Path):
+    save(machine(links=(), transport=""), measured)
+    with pytest.raises(MachineError, match="Run meshloom calibrate --ranks 2"):
+        devices_for(Wish(ranks=2), 1, print)
+
+
+def test_another_machine_needs_this_one_measured(measured: Path, tmp_path: Path):
+    other = tmp_path / "other.json"
+    save(replace(machine(transport=HERE), name="elsewhere"), other)
+    found = devices_for(Wish(ranks=2, machine=other), 1, print)
+    assert not isinstance(found, int) and found.machine.name == "elsewhere" and found.here is not None
+    measured.unlink()
+    with pytest.raises(MachineError, match="this one was not measured. Run meshloom calibrate first"):
+        devices_for(Wish(ranks=2, machine=other), 1, print)
+
+
+def test_measurements_of_gpus_are_refused(measured: Path, tmp_path: Path):
+    other = tmp_path / "gpus.json"
+    save(machine(transport="nccl", device="cuda"), other)
+    with pytest.raises(MachineError, match="is of cuda, and plans are rehearsed on CPUs"):
+        devices_for(Wish(ranks=2, machine=other), 1, print)
+
+
+def test_a_wish_that_cannot_be_is_refused():
+    with pytest.raises(DeviceError, match="cannot be priced"):
+        Wish(devices="simulated")
+    with pytest.raises(PlanError, match="can run no plan"):
+        Wish(devices="0")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_machine_that_was_not_measured_is_measured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["plan", FILE, "--plan", "dp=2", "--ranks", "2"]) == 0
+    captured = capfd.readouterr()
+    assert "this machine is not measured yet" in captured.err
+    assert json.loads(machine_file("cpu").read_text())["transport"] == HERE
