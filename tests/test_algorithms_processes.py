@@ -31,6 +31,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),
     [
@@ -62,6 +63,7 @@ def test_every_algorithm_on_every_number_of_simulated_ranks(model: str, algorith
     assert verified(model, "adamw", f"dp={dp},exchange={algorithm},zero={zero},microbatches=2,bucket_bytes=600") == "EQUAL"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [

@@ -51,6 +51,7 @@ class _Broken(torch.utils.data.Dataset[int]):
         raise KeyError("no such sample")  # in a data worker
 
 
+@pytest.mark.long
 def test_the_users_own_line_in_a_data_worker_is_found():
     loader = torch.utils.data.DataLoader(_Broken(), num_workers=1)
     assert "# in a data worker" in own_line(_caught(lambda: list(loader)))

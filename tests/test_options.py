@@ -27,7 +27,6 @@ ASYNC = ("--plan", "dp=2,exchange=async")
         ((*ASYNC, "--devices", "simulated", "--listen", "127.0.0.1:0"), "--listen is for processes"),
         ((*ASYNC, "--devices", "cpu", "--listen", "nowhere"), "'nowhere' is not an address"),
         ((*ASYNC, "--devices", "cpu", "--snapshot-every", "0"), "snapshot_every=0 must be 1 or more"),
-        (("--plan", "dp=2,pp=2,exchange=async", "--devices", "cpu"), "pp=2"),
         (("--join", "127.0.0.1:9"), "--join needs --key FILE"),
         (("--key", "worker.key"), "--key is for --join"),
         (("--join", "127.0.0.1:9", "--key", "worker.key", "--steps", "3"), "--steps is for the run itself"),

@@ -155,6 +155,7 @@ def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings:
     return report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),
     [

@@ -72,6 +72,6 @@ def inner_plan(plan: Plan) -> Plan:
     """How one worker of an asynchronous plan computes: the plan without what is between workers.
 
     >>> str(inner_plan(Plan.parse("dp=4,tp=2,exchange=async,servers=2,microbatches=2")))
-    'tp=2,microbatches=2'
+    'dp=1,tp=2,microbatches=2'
     """
     return replace(plan, dp=1, exchange="all_reduce", servers=1, staleness=None, rate_by_age=False)
