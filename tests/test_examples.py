@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
-pytestmark = pytest.mark.processes
+alone = pytest.mark.long  # one process that takes one core
+together = pytest.mark.processes
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -30,12 +31,14 @@ def records(text: str) -> dict[str, list[dict[str, object]]]:
     return found
 
 
+@alone
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_trains_on_simulated_devices(example: Path, tmp_path: Path):
     done = run("-m", "meshloom", "train", str(example), "--plan", "dp=2", "--devices", "simulated", "--steps", "1", "--json", "-", cwd=tmp_path)
     assert len(records(done.stdout)["step"]) == 1
 
 
+@together
 @pytest.mark.parametrize("name", ["01_gpt_bytes", "02_digits"])
 def test_real_input_trains_on_processes_and_the_loss_falls(name: str, tmp_path: Path):
     steps = {"01_gpt_bytes": 4, "02_digits": 30}[name]
@@ -47,11 +50,13 @@ def test_real_input_trains_on_processes_and_the_loss_falls(name: str, tmp_path: 
     assert len(records(done.stdout)["evaluation"]) == 1
 
 
+@alone
 def test_digits_verify_with_synchronised_statistics(tmp_path: Path):
     plan = ["--plan", "dp=4,sync_batch_norm=true", "--devices", "simulated", "--steps", "2"]
     run("-m", "meshloom", "verify", str(ROOT / "examples/02_digits.py"), *plan, cwd=tmp_path)
 
 
+@alone
 def test_data_parallel_shows_the_mean_of_four_gradients(tmp_path: Path):
     lines = run(str(ROOT / "examples/03_data_parallel.py"), cwd=tmp_path).stdout.splitlines()
     rows = {line[:34].strip(): [float(value) for value in line[34:].split()] for line in lines if len(line) == 34 + 3 * 12}
@@ -62,6 +67,7 @@ def test_data_parallel_shows_the_mean_of_four_gradients(tmp_path: Path):
     assert rows["rank 0, after"] != rows["all ranks, before"]
 
 
+@together
 def test_own_loop_takes_the_same_decisions_simulated_and_under_torchrun(tmp_path: Path):
     example = str(ROOT / "examples/04_own_loop.py")
     simulated = run(example, cwd=tmp_path).stdout.splitlines()
@@ -74,11 +80,13 @@ def test_own_loop_takes_the_same_decisions_simulated_and_under_torchrun(tmp_path
     assert held_out[0] < 0.2
 
 
+@alone
 def test_a_script_and_its_parallel_form_have_the_same_losses(tmp_path: Path):
     done = run(str(ROOT / "examples/05_from_a_script.py"), cwd=tmp_path)
     assert done.stdout.endswith("The losses are the same up to rounding.\n")
 
 
+@alone
 def test_an_own_operator_has_the_losses_of_one_device_with_its_rule_and_without(tmp_path: Path):
     lines = run(str(ROOT / "examples/07_own_operator.py"), cwd=tmp_path).stdout.splitlines()
     rows = {line[:20].strip(): [float(value) for value in line[20:].split()] for line in lines}
@@ -87,6 +95,7 @@ def test_an_own_operator_has_the_losses_of_one_device_with_its_rule_and_without(
         assert losses == pytest.approx(rows["tp=1  with the rule"], rel=1e-4)  # float32, sums in another order, 6 steps of AdamW
 
 
+@alone
 def test_tensor_parallel_shows_one_product_twice_and_verifies_a_transformer(tmp_path: Path):
     lines = run(str(ROOT / "examples/06_tensor_parallel.py"), cwd=tmp_path).stdout.splitlines()
 
@@ -113,6 +122,7 @@ def test_tensor_parallel_shows_one_product_twice_and_verifies_a_transformer(tmp_
     assert not [line for line in second if "all_gather" in line or "reduce_scatter" in line or "all_to_all" in line]
 
 
+@together
 def test_layers_on_devices_send_what_is_predicted_and_lose_what_one_device_loses(tmp_path: Path):
     first_half = f"import runpy; runpy.run_path({str(ROOT / 'examples/08_layers_on_devices.py')!r})['train_and_compare']()"
     words = [line.split() for line in run("-c", first_half, cwd=tmp_path).stdout.splitlines()]
@@ -126,6 +136,7 @@ def test_layers_on_devices_send_what_is_predicted_and_lose_what_one_device_loses
     assert sent == [[f"{1024 * 256 * 4:,}"] * 2] * 2
 
 
+@together
 @pytest.mark.slow  # starts the command line, which starts processes; what it measures depends on what else runs
 def test_layers_on_devices_show_bounds_beside_what_was_measured(tmp_path: Path):
     words = [line.split() for line in run(str(ROOT / "examples/08_layers_on_devices.py"), cwd=tmp_path).stdout.splitlines()]
@@ -135,6 +146,7 @@ def test_layers_on_devices_show_bounds_beside_what_was_measured(tmp_path: Path):
     assert 0.5 < ratios[2] <= ratios[1] <= 2.0
 
 
+@alone
 def test_the_grid_takes_one_devices_step(tmp_path: Path):
     lines = run(str(ROOT / "examples/09_grid.py"), cwd=tmp_path).stdout.splitlines()
     words = [line.split() for line in lines]
@@ -148,6 +160,7 @@ def test_the_grid_takes_one_devices_step(tmp_path: Path):
     assert [line[-1] for line in words if line[:1] in (["dp"], ["pp"], ["tp"])] == ["none"] * 15
 
 
+@alone
 def test_waiting_pays_with_even_workers_and_not_with_a_slow_one(tmp_path: Path):
     lines = run(str(ROOT / "examples/10_parameter_server.py"), "picture.png", cwd=tmp_path).stdout.splitlines()
     losses = {(line[:10].strip(), line[10:30].strip()): [float(each) for each in line.split()[-4:]] for line in lines[1:-1]}

@@ -77,7 +77,7 @@ def test_a_killed_launcher_leaves_nothing(seconds: float, tmp_path: Path) -> Non
         kill_the_launcher(process, out)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ending_a_run_leaves_a_whole_checkpoint_and_nothing_else(sign: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(command(out)) as process:

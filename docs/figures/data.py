@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sketch import EVERYBODY, NOTHING, QUIET, RANKS, Page
 
+from meshloom.comm.ring import ring as steps_of_ring
 from meshloom.plan import Plan
 from meshloom.state.chunks import cut_batch, share_of
 
@@ -30,20 +31,20 @@ def batch_split() -> Page:
 
 
 def ring() -> Page:
-    """Four ranks, each tensor in four parts. What each rank's part is the sum of is found by doing the steps."""
+    """Four ranks, each tensor in four parts. What each rank's part is the sum of is found by carrying out the product's own moves."""
     ranks = 4
+    lists = [steps_of_ring(rank, ranks, ranks).moves(mean=False) for rank in range(ranks)]  # one element per part: send, take, send, take, ...
     held = [[{rank} for _ in range(ranks)] for rank in range(ranks)]  # [rank][part]: whose numbers are in it
     page, cell, top = Page(12.0, 4.1), 0.37, 2.9
     wide = ranks * cell + 0.13
     for step in range(2 * (ranks - 1) + 1):
         x = 0.78 + step * wide
         arriving: dict[tuple[int, int], set[int]] = {}
-        adding = step < ranks - 1
         if step < 2 * (ranks - 1):
-            for rank in range(ranks):
-                part = (rank - step) % ranks if adding else (rank + 1 - (step - ranks + 1)) % ranks
-                there = (rank + 1) % ranks
-                arriving[there, part] = held[rank][part] | (held[there][part] if adding else set())
+            for rank, moves in enumerate(lists):
+                sent, taken = moves[2 * step], moves[2 * step + 1]
+                assert (sent.kind, sent.peer) == ("send", (rank + 1) % ranks) and sent.start == lists[sent.peer][2 * step + 1].start
+                arriving[rank, taken.start] = held[taken.peer][taken.start] | (held[rank][taken.start] if taken.kind == "add" else set())
         page.words(x + ranks * cell / 2, top + 0.3, "start" if step == 0 else f"after step {step}", size=10)
         for rank in range(ranks):
             y = top - (rank + 1) * 0.6
