@@ -31,20 +31,20 @@ def main() -> None:
     name, steps, path = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     quiet = Listener(started=lambda text: None, note=lambda text: None)
     seconds: list[float] = []
-    before: dict[str, int] = {}
+    num_bytes: list[dict[str, int]] = []
     with Trainer(JOBS[name], devices="cpu", share=True, listener=quiet, steps=10_000) as trainer:
         for number, batch in enumerate(trainer.batches()):
-            if number == WARM_UP_STEPS:
-                before = sent(trainer)
-            started = time.perf_counter()
+            before, started = sent(trainer), time.perf_counter()
             trainer.step(batch)
-            seconds.append(time.perf_counter() - started)
-            if number + 1 == WARM_UP_STEPS + steps:
+            took, after = time.perf_counter() - started, sent(trainer)
+            if number >= WARM_UP_STEPS and batch.shares[0][0].batch == trainer.job.batch_size:  # the last batch of an epoch may be short
+                seconds.append(took)
+                num_bytes.append({axis: after[axis] - before[axis] for axis in after if after[axis] > before[axis]})
+            if len(seconds) == steps:
                 break
-        after = sent(trainer)
         if trainer.world.main:
-            num_bytes = {axis: (after[axis] - before[axis]) / steps for axis in after if after[axis] > before[axis]}
-            path.write_text(json.dumps({"step_seconds": statistics.median(seconds[WARM_UP_STEPS:]), "bytes": num_bytes}))
+            found = {axis: statistics.median(each.get(axis, 0) for each in num_bytes) for axis in num_bytes[0]}
+            path.write_text(json.dumps({"step_seconds": statistics.median(seconds), "bytes": found}))
 
 
 if __name__ == "__main__":
