@@ -87,6 +87,7 @@ def test_bytes_along_tp_are_as_predicted(tmp_path: Path):
         assert summary.counted.bytes["tp"] and summary.predicted == summary.counted
 
 
+@pytest.mark.slow  # of all axes in test_pipeline_plans.py
 def test_evaluation_is_one_devices():
     def error(model: torch.nn.Module, batch: Any) -> Tensor:
         return (model(batch["x"]).argmax(-1) != batch["y"]).double().mean()
