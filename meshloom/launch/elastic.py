@@ -10,7 +10,6 @@ A worker that is killed stays away. One that fails, and a server that fails, end
 
 from __future__ import annotations
 
-import selectors
 import signal
 import socket
 import sys
@@ -26,10 +25,11 @@ from typing import Any, Literal, Self
 from meshloom.comm.keys import make_keys, write_key
 from meshloom.comm.sockets import locate
 from meshloom.errors import EndpointError
+from meshloom.launch.children import Children
 from meshloom.launch.environment import role_environment
 from meshloom.launch.failure import EndedError
 from meshloom.launch.guard import Guard
-from meshloom.launch.rank_process import RankProcess, signal_name
+from meshloom.launch.rank_process import RankProcess
 from meshloom.launch.role import Role
 
 MOST_STARTS = 5  # of a server, without an update in between
@@ -58,8 +58,9 @@ class ElasticProcesses:
         self._program, self._directory, self._num_workers, self._ranks_per_worker = program, directory, num_workers, ranks_per_worker
         self._command = [sys.executable, "-m", program.module, str(directory)]
         self._stack = ExitStack()
-        self._selector = selectors.DefaultSelector()
-        self._guard = self._stack.enter_context(Guard())
+        guard = self._stack.enter_context(Guard())
+        self._children = Children(guard)
+        self._stack.callback(self._children.close)  # there is nothing to be saved: snapshots are whole at any moment
         self._servers: dict[int, RankProcess] = {}
         self._workers: list[RankProcess] = []
         self._starts: Counter[int] = Counter()
@@ -67,7 +68,7 @@ class ElasticProcesses:
         self._notes: list[str] = []
         self._dismissed = False
         with self._stack as building:
-            self._guard.removes(directory.resolve())
+            guard.removes(directory.resolve())
             _write_keys(directory)
             host, port = locate(listen)[:2]
             self._listening = [building.enter_context(_listen(host, port + number if port else 0)) for number in range(num_servers)]
@@ -98,9 +99,9 @@ class ElasticProcesses:
 
     def poll(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
         """What was told, and by whom, after waiting for the first at most this long. Raises `EndedError` when a process has failed."""
-        self._listen(seconds)
-        ended = [process for process in self._everybody() if process.bury_if_ended()]
-        told = [(process, event) for process in self._everybody() for event in process.told]
+        self._children.listen(seconds)
+        ended = self._children.bury_ended()
+        told = [(process, event) for process in self._children.processes for event in process.told]
         for process, event in told:
             process.told.clear()
             if event["event"] == "number":  # a worker knows now what it is called
@@ -125,15 +126,7 @@ class ElasticProcesses:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        try:
-            for process in self._everybody():
-                process.send(signal.SIGKILL)  # there is nothing to be saved: snapshots are whole at any moment
-            for process in self._everybody():
-                process.close()
-                self._guard.tell("-", process.group)
-        finally:
-            self._selector.close()
-            self._stack.close()
+        self._stack.close()
 
     def _wait(self, processes: Sequence[RankProcess], seconds: float) -> list[tuple[str, dict[str, Any]]]:
         told: list[tuple[str, dict[str, Any]]] = []
@@ -141,9 +134,6 @@ class ElasticProcesses:
         while any(each.exit_code is None for each in processes) and time.monotonic() < deadline:
             told += self.poll(0.02)
         return told + self.poll(0.0)
-
-    def _everybody(self) -> list[RankProcess]:
-        return [*self._servers.values(), *self._workers]
 
     def _start_server(self, number: int) -> None:
         self._starts[number] += 1
@@ -162,38 +152,27 @@ class ElasticProcesses:
         )  # fmt: skip
 
     def _start(self, name: str, prefix: str, role: Role, passed: Sequence[int]) -> RankProcess:
-        process = RankProcess(name, prefix, self._command, role_environment(role, self._num_workers * self._ranks_per_worker), passed)
-        self._guard.tell("+", process.group)
-        for descriptor in process.descriptors:
-            self._selector.register(descriptor, selectors.EVENT_READ, process)
-        return process
-
-    def _listen(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            if not key.data.read(key.fd):
-                self._selector.unregister(key.fd)
+        return self._children.start(name, prefix, self._command, role_environment(role, self._num_workers * self._ranks_per_worker), passed)
 
     def _see_to(self, ended: Sequence[RankProcess]) -> None:
         for process in ended:
-            self._guard.tell("-", process.group)
             if self._dismissed:
                 continue
             failure = process.failure
             if failure is not None and failure.kind and not failure.consequence:
                 raise EndedError(str(failure.of(process.name)), failure.exit_code)
             if process in self._workers:
-                self._notes += [f"{process.name} {_how(process)}; the run goes on"] if process.exit_code else []
+                self._notes += [f"{process.name} {process.how_it_ended}; the run goes on"] if process.exit_code else []
             else:
                 self._again(next(number for number, server in self._servers.items() if server is process), process)
 
     def _again(self, number: int, server: RankProcess) -> None:
         if self._since_update[number] >= MOST_STARTS:
-            raise EndedError(f"server {number} has ended {MOST_STARTS} times without an update in between; the last time it {_how(server)}.", 1)
-        self._notes.append(f"server {number} {_how(server)}; it is started again")
-        for descriptor in server.descriptors:
-            if descriptor in self._selector.get_map():
-                self._selector.unregister(descriptor)
-        server.close()
+            raise EndedError(
+                f"server {number} has ended {MOST_STARTS} times without an update in between; the last time it {server.how_it_ended}.", 1
+            )
+        self._notes.append(f"server {number} {server.how_it_ended}; it is started again")
+        self._children.remove(server)
         self._start_server(number)
 
     def _host(self) -> str:
@@ -226,8 +205,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise EndpointError(f"Cannot listen at {host}:{port}: {why}. Give an address of this machine and a free port, or port 0.") from None
     made.setblocking(False)
     return made
-
-
-def _how(process: RankProcess) -> str:
-    code = process.exit_code or 0
-    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import selectors
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
+from meshloom.launch.children import Children, open_store
 from meshloom.launch.environment import rank_environment
 from meshloom.launch.guard import Guard
 from meshloom.launch.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWatch, process_state
@@ -60,47 +56,34 @@ class _Ranks:
     """The rank processes: a context manager that ends them."""
 
     def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._ranks: list[RankProcess] = []
-        self._selector = selectors.DefaultSelector()
-        self._store: dist.Store | None = None
+        self._children = Children(guard)
+        self._ranks = self._children.processes
 
     def __enter__(self) -> _Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self.end([])
-        finally:
-            self._selector.close()
-            self._store = None
+        self._children.close()
 
     def start(self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]) -> _Outcome | None:
         """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""
-        # The store takes over a socket that is bound already, to this machine alone.
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            self._store = dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno()))
+        self._store, port = open_store()
         for number in range(mesh.size):
             if outcome := _stopped(signals):
                 return outcome
             try:
                 environment = rank_environment(number, mesh.size, port, devices, plan_text, transport)
-                rank = RankProcess(rank_name(number, mesh), f"[rank {number}]" if number else None, command, environment)
+                self._children.start(rank_name(number, mesh), f"[rank {number}]" if number else None, command, environment)
             except OSError as error:
                 return _Outcome(1, f"Rank {number} could not be started: {error}.")
-            self._ranks.append(rank)
-            self._guard.tell("+", rank.group)
-            for descriptor in rank.descriptors:
-                self._selector.register(descriptor, selectors.EVENT_READ, rank)
         return None
 
     def watch(self, signals: list[int], hang: HangWatch | None) -> _Outcome:
         """Pass on what the ranks say until all have ended, one has failed or hangs, or a signal came."""
         looked = time.monotonic()
         while True:
-            self._listen(0.05)
-            self._bury_ended()
+            self._children.listen(0.05)
+            self._children.bury_ended()
             if outcome := _stopped(signals) or self._failed():
                 return outcome
             if all(rank.exit_code == 0 for rank in self._ranks):
@@ -117,17 +100,7 @@ class _Ranks:
         rank.ask_for_stack()
         until = time.monotonic() + STACK_SECONDS
         while time.monotonic() < until:
-            self._listen(0.05)
-
-    def _listen(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            if not key.data.read(key.fd):
-                self._selector.unregister(key.fd)
-
-    def _bury_ended(self) -> None:
-        for rank in self._ranks:
-            if rank.bury_if_ended():
-                self._guard.tell("-", rank.group)
+            self._children.listen(0.05)
 
     def _failed(self) -> _Outcome | None:
         failures = [failure for rank in sorted(self._ranks, key=lambda rank: rank.failed_at) if (failure := rank.failure)]
@@ -153,11 +126,6 @@ class _Ranks:
             rank.send(signal.SIGCONT)  # one that is stopped would not hear it
         deadline = time.monotonic() + GRACE_SECONDS
         while any(rank.exit_code is None for rank in self._ranks) and time.monotonic() < deadline and len(signals) < 2:
-            self._listen(0.02)
-            self._bury_ended()
-        for rank in self._ranks:
-            rank.send(signal.SIGKILL)
-        while self._ranks:
-            rank = self._ranks.pop(0)
-            rank.close()
-            self._guard.tell("-", rank.group)
+            self._children.listen(0.02)
+            self._children.bury_ended()
+        self._children.kill()

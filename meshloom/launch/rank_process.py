@@ -70,6 +70,12 @@ class RankProcess:
         """The process group that it leads."""
         return self._process.pid
 
+    @property
+    def how_it_ended(self) -> str:
+        """As the end of a sentence."""
+        code = self.exit_code or 0
+        return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
     def doing(self) -> Snapshot | None:
         """What it has written that it does, or did when it ended; None if it is just writing."""
         with memoryview(self._memory) as page:

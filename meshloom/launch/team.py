@@ -8,26 +8,21 @@ When one of them is killed the others end too: the worker is lost, the run goes 
 
 from __future__ import annotations
 
-import os
-import selectors
 import signal
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 
-import torch.distributed as dist
-
+from meshloom.launch.children import Children, open_store
 from meshloom.launch.environment import rank_environment, with_role
 from meshloom.launch.failure import EndedError
 from meshloom.launch.guard import Guard
-from meshloom.launch.rank_process import RankProcess, signal_name
+from meshloom.launch.launcher import CAUSE_SECONDS
+from meshloom.launch.rank_process import RankProcess
 from meshloom.launch.role import Role
 from meshloom.launch.telling import tell
 from meshloom.launch.wording import rank_name
 from meshloom.mesh import Mesh
-
-_CAUSE_SECONDS = 1.5  # how long the cause is waited for, once a rank has reported that another one is gone
 
 
 def run_team(command: Sequence[str], role: Role, mesh: Mesh, plan_text: str, signals: Sequence[int]) -> None:
@@ -47,45 +42,29 @@ class _Team:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._ranks: list[RankProcess] = []
-        self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Team:
-        self._guard = self._stack.enter_context(Guard())
+        self._children = Children(self._stack.enter_context(Guard()))
+        self._stack.callback(self._children.close)
+        self._ranks = self._children.processes
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            for rank in self._ranks:
-                rank.send(signal.SIGKILL)
-            for rank in self._ranks:
-                rank.close()
-                self._guard.tell("-", rank.group)
-        finally:
-            self._selector.close()
-            self._stack.close()
+        self._stack.close()
 
     def start(self, command: Sequence[str], role: Role, mesh: Mesh, plan_text: str) -> None:
         """One process for each rank; they meet in a store of this process."""
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            self._store = dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno()))
+        self._store, port = open_store()
         for number in range(mesh.size):
             environment = with_role(rank_environment(number, mesh.size, port, "cpu", plan_text), replace(role, rank=number))
-            rank = RankProcess(rank_name(number, mesh), None, command, environment)
-            self._ranks.append(rank)
-            self._guard.tell("+", rank.group)
-            for descriptor in rank.descriptors:
-                self._selector.register(descriptor, selectors.EVENT_READ, rank)
+            self._children.start(rank_name(number, mesh), None, command, environment)
 
     def watch(self, signals: Sequence[int]) -> None:
         """Pass on what rank 0 tells until all have ended."""
         leaving = False
         while any(rank.exit_code is None for rank in self._ranks):
-            self._listen(0.05)
-            for rank in self._ranks:
-                if rank.bury_if_ended():
-                    self._guard.tell("-", rank.group)
+            self._children.listen(0.05)
+            self._children.bury_ended()
             self._pass_on()
             failures = [rank for rank in self._ranks if rank.failure]
             if failures:
@@ -96,11 +75,6 @@ class _Team:
                 leaving = True
                 self._ranks[0].send(signal.SIGTERM)
 
-    def _listen(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            if not key.data.read(key.fd):
-                self._selector.unregister(key.fd)
-
     def _pass_on(self) -> None:
         told, self._ranks[0].told[:] = list(self._ranks[0].told), []
         for event in told:
@@ -110,18 +84,16 @@ class _Team:
 
     def _end(self, first: RankProcess) -> None:
         """Say why, once: the cause if it is heard of soon, else what was noticed first."""
-        for _ in range(round(_CAUSE_SECONDS / 0.05)):
+        for _ in range(round(CAUSE_SECONDS / 0.05)):
             if any(rank.failure and not rank.failure.consequence for rank in self._ranks):
                 break
-            self._listen(0.05)
-            for rank in self._ranks:
-                rank.bury_if_ended()
+            self._children.listen(0.05)
+            self._children.bury_ended()
         cause = next((rank for rank in self._ranks if rank.failure and not rank.failure.consequence), first)
         failure = cause.failure
         assert failure is not None
         if failure.kind and not failure.consequence:
             tell({"event": "failed", **asdict(failure)})
             raise EndedError(str(failure), failure.exit_code)
-        code = cause.exit_code or 0
-        how = f"was killed by {signal_name(-code)}" if code < 0 else "has lost another one" if failure.consequence else f"ended with exit code {code}"
+        how = "has lost another one" if failure.consequence else cause.how_it_ended
         raise EndedError(f"{cause.name} of this worker {how}, so the worker ends.", 1)
