@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,6 +18,7 @@ from meshloom.asynchronous.run import AsynchronousRun
 from meshloom.asynchronous.settings import DEFAULT_SNAPSHOT_EVERY, Settings
 from meshloom.comm.activity import Phase
 from meshloom.comm.record import Count
+from meshloom.comm.seat import Seat
 from meshloom.comm.turns import Steps, advance_one, run_in_steps
 from meshloom.comm.values import agree, collect
 from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError
@@ -372,18 +374,15 @@ class Trainer:
             raise PeerLostError(f"{error} It was {self.world.local[0].activity.now()}.") from error
 
     def _in_lockstep(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
-        # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
         turns = self.world.turns
-        if self.plan.reads and len(self.replicas) > 1:  # programs talk in forward and backward, and when they are read, and not all ranks alike
-            return turns.run([lambda replica=replica: _to_its_end(steps(replica), replica.seat) for replica in self.replicas])
-        in_turns = self.plan.sync_batch_norm and len(self.replicas) > 1
-
-        def advance(generators: Any) -> list[tuple[bool, Any]]:
-            if in_turns:
-                return turns.run([lambda each=each, seat=seat: _named(each, seat) for each, seat in zip(generators, self.world.local, strict=True)])
-            return [_named(each, seat) for each, seat in zip(generators, self.world.local, strict=True)]
-
-        return run_in_steps([steps(replica) for replica in self.replicas], advance if len(self.replicas) > 1 else None)
+        if len(self.replicas) == 1:
+            return run_in_steps([steps(self.replicas[0])])
+        ranks = [_naming(steps(replica), replica.seat) for replica in self.replicas]
+        if self.plan.reads:  # programs talk in forward and backward, and when they are read, and not all ranks alike
+            return turns.run_steps(ranks)
+        # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
+        in_turns = self.plan.sync_batch_norm
+        return run_in_steps(ranks, (lambda each: turns.run([partial(advance_one, rank) for rank in each])) if in_turns else None)
 
     def _read(self) -> Batch:
         started = time.monotonic()
@@ -500,18 +499,10 @@ def _plan(plan: Plan | str | None) -> Plan:
     return chosen
 
 
-def _to_its_end(rank: Steps[T], seat: Any) -> T:
-    """Run a simulated rank that hands over where it waits."""
-    while True:
-        done, result = _named(rank, seat)
-        if done:
-            return result
-
-
-def _named(rank: Steps[Any], seat: Any) -> tuple[bool, Any]:
-    """Advance a simulated rank; an error of the user's code says on which one it happened."""
+def _naming(rank: Steps[T], seat: Seat) -> Steps[T]:
+    """A simulated rank, where an error of the user's code says on which one it happened."""
     try:
-        return advance_one(rank)
+        return (yield from rank)
     except MeshloomError:
         raise
     except Exception as error:

@@ -133,7 +133,7 @@ class TeamReplica:
         """Run one generator per rank that lives here to its end."""
         if len(self._replicas) == 1:
             return run_in_steps([steps(self._replicas[0])])
-        return self._world.turns.run([lambda replica=replica: run_in_steps([steps(replica)])[0] for replica in self._replicas])
+        return self._world.turns.run_steps([steps(replica) for replica in self._replicas])
 
     def _obey(self, replica: Replica, command: _Command | None) -> Steps[_Answer]:
         group = replica.seat.world

@@ -102,6 +102,10 @@ class Turns:
             raise self._failed
         return results
 
+    def run_steps(self, ranks: Sequence[Steps[T]]) -> list[T]:
+        """The same for generators, each of which runs to its end and hands over where it waits inside, not where it yields."""
+        return self.run([lambda rank=rank: run_in_steps([rank])[0] for rank in ranks])
+
     def wait_for(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Let the others run until `ready()`. Raises `CollectiveError` with `what()` when none of them can make it so."""
         rank = self._names[threading.get_ident()]

@@ -20,7 +20,7 @@ from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, Turns, advance_one
+from meshloom.comm.turns import Steps, Turns
 from meshloom.errors import PlanError
 from meshloom.graph.amounts import amount
 from meshloom.job import Job
@@ -111,7 +111,7 @@ class _Ranks:
 
     def run(self, steps: Callable[[_Rank], Steps[T]]) -> list[T]:
         """Each rank's generator to its end, in a thread of its own; they hand over where they wait."""
-        return self._turns.run([lambda rank=rank: _to_its_end(steps(rank)) for rank in self.all])
+        return self._turns.run_steps([steps(rank) for rank in self.all])
 
 
 @contextmanager
@@ -234,10 +234,3 @@ def free_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     return 1024 * int(available)
-
-
-def _to_its_end(rank: Steps[T]) -> T:
-    while True:
-        done, result = advance_one(rank)
-        if done:
-            return result
