@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +11,8 @@ from typing import Any
 import torch
 
 import meshloom as ml
+from meshloom.jobfile import load_job
 from tests.jobs import make_job
-
-
-def _digits() -> ml.Job:
-    path = Path(__file__).parents[1] / "examples" / "02_digits.py"
-    specification = importlib.util.spec_from_file_location("digits", path)
-    assert specification and specification.loader
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["digits"] = module
-    specification.loader.exec_module(module)
-    return module.job
 
 
 def slowly(job: ml.Job, seconds: float) -> ml.Job:
@@ -38,8 +27,8 @@ def slowly(job: ml.Job, seconds: float) -> ml.Job:
 
 def digits() -> ml.Job:
     """The rate and the momentum are those that old gradients allow (docs/asynchronous.md)."""
-    job = _digits()
-    assert job.evaluate
+    job = load_job(str(Path(__file__).parents[1] / "examples" / "02_digits.py"))
+    assert job and job.evaluate
     return replace(
         job, optimizer=lambda named: torch.optim.SGD(named, lr=0.05, momentum=0.5, weight_decay=1e-4), evaluate=replace(job.evaluate, every=500)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from ranks import on_hosts
 from torch import Tensor, nn
 
 import meshloom as ml
+from meshloom.jobfile import load_job
 from meshloom.report.progress import Listener, Progress
 
 RANKS = 4
@@ -53,13 +53,11 @@ def _train(plan: str, slower: float) -> dict[str, Any]:
 
 def _job(seconds_per_sample: float) -> ml.Job:
     """The example's, evaluated at its end, whose loss sleeps where it trains."""
-    spec = importlib.util.spec_from_file_location("digits", EXAMPLE)
-    assert spec and spec.loader
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    job = load_job(str(EXAMPLE))
+    assert job and job.evaluate
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         time.sleep(seconds_per_sample * len(batch["digit"]))
-        return example.loss(model, batch)
+        return job.loss(model, batch)
 
-    return replace(example.job, loss=loss, steps=STEPS, evaluate=replace(example.job.evaluate, every=STEPS))
+    return replace(job, loss=loss, steps=STEPS, evaluate=replace(job.evaluate, every=STEPS))

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import meshloom as ml
+from meshloom.jobfile import load_job
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "02_digits.py"
 SECONDS_PER_SAMPLE = 0.004
 TIMES_SLOWER = 3
 SLOW = 3  # the number of the worker
-
-
-def _digits() -> ml.Job:
-    path = Path(__file__).parents[2] / "examples" / "02_digits.py"
-    specification = importlib.util.spec_from_file_location("digits", path)
-    assert specification and specification.loader
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["digits"] = module
-    specification.loader.exec_module(module)
-    return module.job
 
 
 def _number() -> int | None:
@@ -42,14 +32,14 @@ def _number() -> int | None:
 
 
 def _slept(rate: float, momentum: float, every: int, steps: int) -> ml.Job:
-    job, number = _digits(), _number()
+    job, number = load_job(str(EXAMPLE)), _number()
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         if number is not None:
             time.sleep(len(batch["digit"]) * SECONDS_PER_SAMPLE * (TIMES_SLOWER if number == SLOW else 1))
         return job.loss(model, batch)
 
-    assert job.evaluate
+    assert job and job.evaluate
     return replace(
         job,
         loss=loss,
