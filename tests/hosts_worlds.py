@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,3 +104,23 @@ class Call:
                 return torch.cat(given)
             case _:
                 return torch.cat(given) if rank == self.root else torch.full((n * size,), -1).to(self.dtype)
+
+
+def run_calls(group: Group, calls: Sequence[Call], seed: int) -> list[Tensor]:
+    """Start the calls in order, waiting for some of those started in between, in an order of this rank's own."""
+    chooser = random.Random(seed)
+    results, open_ = [], []
+    for call in calls:
+        works, result = call.start(group)
+        results.append(result)
+        open_.append(works)
+        while open_ and chooser.random() < 0.4:
+            for work in open_.pop(chooser.randrange(len(open_))):
+                work.wait()
+                assert work.is_finished()
+    for works in open_:
+        for work in works:
+            work.wait()
+            work.wait()  # a second wait changes nothing
+            assert work.is_finished()
+    return results

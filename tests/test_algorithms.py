@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from hosts_worlds import Call
+from hosts_worlds import Call, run_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_groups import on_threads, threaded_groups
-from torch import Tensor
 
 import meshloom.comm.algorithms
 from meshloom.comm.algorithms import SpelledOutGroup, spelled_out
 from meshloom.comm.carrying import in_chunks
-from meshloom.comm.group import Group
 from meshloom.comm.halving import halving
 from meshloom.comm.hierarchical import hierarchical
 from meshloom.comm.moves import AllReduceMoves, Move
@@ -70,31 +67,12 @@ def _in_threads(algorithm: str, size: int, hosts: Sequence[int] | None = None):
             group.close()
 
 
-def _run(group: Group, calls: Sequence[Call], seed: int) -> list[Tensor]:
-    """Start the calls in order, waiting for some of those started in between, in an order of this rank's own."""
-    chooser = random.Random(seed)
-    results, open_ = [], []
-    for call in calls:
-        works, result = call.start(group)
-        results.append(result)
-        open_.append(works)
-        while open_ and chooser.random() < 0.4:
-            for work in open_.pop(chooser.randrange(len(open_))):
-                work.wait()
-    for works in open_:
-        for work in works:
-            work.wait()
-            work.wait()  # a second wait changes nothing
-            assert work.is_finished()
-    return results
-
-
 @given(algorithm=st.sampled_from(ALGORITHMS), size=st.integers(1, 6), seed=st.integers(0, 1000), data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_any_sequence_of_operations_in_the_background_equals_one_process(algorithm: str, size: int, seed: int, data: st.DataObject):
     calls = data.draw(_calls(size, ALL))
     with _in_threads(algorithm, size, [rank // 2 for rank in range(size)]) as groups:
-        results = on_threads([lambda group=group: _run(group, calls, seed + group.rank) for group in groups])
+        results = on_threads([lambda group=group: run_calls(group, calls, seed + group.rank) for group in groups])
     for rank, mine in enumerate(results):
         for call, result in zip(calls, mine, strict=True):
             assert torch.equal(result, call.expected(rank, size)), (rank, call)

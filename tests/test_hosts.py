@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
-from hosts_worlds import Call, hosts_groups
+from hosts_worlds import Call, hosts_groups, run_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_groups import on_threads, threaded_groups
@@ -36,32 +35,13 @@ def _calls(draw: st.DrawFn, size: int) -> list[Call]:
     return draw(st.lists(call, min_size=1, max_size=6))
 
 
-def _run(group: Group, calls: list[Call], seed: int) -> list[Tensor]:
-    """Start the calls in order, waiting for some of those started in between, in an order of this rank's own."""
-    chooser = random.Random(seed)
-    results, open_ = [], []
-    for call in calls:
-        works, result = call.start(group)
-        results.append(result)
-        open_.append(works)
-        while open_ and chooser.random() < 0.4:
-            for work in open_.pop(chooser.randrange(len(open_))):
-                work.wait()
-                assert work.is_finished()
-    for works in open_:
-        for work in works:
-            work.wait()
-            work.wait()  # a second wait changes nothing
-    return results
-
-
 @given(hosts=_hosts(), seed=st.integers(0, 1000), data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_any_sequence_of_operations_equals_one_process(hosts: list[list[int]], seed: int, data: st.DataObject):
     size = sum(map(len, hosts))
     calls = data.draw(_calls(size))
     with hosts_groups(hosts) as groups:
-        results = on_threads([lambda group=group: _run(group, calls, seed + group.rank) for group in groups])
+        results = on_threads([lambda group=group: run_calls(group, calls, seed + group.rank) for group in groups])
     for rank, mine in enumerate(results):
         for call, result in zip(calls, mine, strict=True):
             assert torch.equal(result, call.expected(rank, size)), (rank, call)
