@@ -151,7 +151,7 @@ def _train_in(pods: list[Pod], tmp_path: Path) -> list[dict[str, Any]]:
     """Run every pod's command here; the records of rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-    first = {"/work/job.py": DIGITS, "/runs/train": str(tmp_path / "runs")}
+    first = {"/jobs/job.py": DIGITS, "/runs/train": str(tmp_path / "runs")}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     commands = [
         (
