@@ -29,7 +29,7 @@ from meshloom.launch import choose_devices, choose_for_workers, default_ranks, i
 from meshloom.launch.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
 from meshloom.plan import Plan, num_bytes_of
-from meshloom.planner.advise import advise
+from meshloom.planner.advise import advise, finalists, tried
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.staged import stage_plan, staged
@@ -41,6 +41,7 @@ from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal, evaluation_text, how_many, progress_text, saved_text
 from meshloom.trainer import Trainer
+from meshloom.trials import try_here, try_plans
 from meshloom.verify.report import print_report
 from meshloom.verify.run import check_promised, verify
 
@@ -135,6 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, like 8GiB (default: its share of the host's memory)")
     plan.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
     plan.add_argument("--machine", metavar="FILE", help="the machine to price for (default: this one; it is measured first if it was not)")
+    plan.add_argument(
+        "--try", type=int, dest="tries", metavar="N", help="train a few steps under the N plans that look fastest, and recommend by what they took"
+    )
+    plan.add_argument("--trial", help=argparse.SUPPRESS)  # for our own ranks: where rank 0 writes what a step took
+    plan.add_argument("--trial-steps", type=int, default=1, help=argparse.SUPPRESS)
     plan.add_argument("--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output")
     calibrate = verbs.add_parser("calibrate", help="measure what this machine does, for predictions")
     calibrate.add_argument("--devices", default="auto", choices=["auto", "cpu", "cuda"], help="what to measure (default: GPUs if there are any)")
@@ -164,9 +170,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _run_here(arguments: argparse.Namespace) -> int:
     if arguments.verb == "calibrate":
         return _calibrate(arguments)
-    for flag in ("steps", "batch", "depth"):
+    for flag, name in {"steps": "steps", "batch": "batch", "depth": "depth", "tries": "try"}.items():
         if (number := getattr(arguments, flag, None)) is not None and number < 1:
-            raise PlanError(f"--{flag} {number} must be 1 or more.")
+            raise PlanError(f"--{name} {number} must be 1 or more.")
     job = load_job(arguments.target)
     if job is None:
         print(f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it.", file=sys.stderr)
@@ -176,6 +182,9 @@ def _run_here(arguments: argparse.Namespace) -> int:
         if arguments.verb == "describe":
             return _describe(arguments, job, records)
         if arguments.verb == "plan":
+            if arguments.trial:
+                try_here(job, arguments.transport, arguments.trial_steps, Path(arguments.trial))
+                return 0
             return _advise(arguments, job, records)
         terminal = Terminal(Console(stderr=arguments.json == "-"))
         return (_train if arguments.verb == "train" else _verify)(arguments, job, terminal, records)
@@ -350,12 +359,19 @@ def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
         devices=arguments.devices, ranks=arguments.ranks, memory_bytes=num_bytes_of(arguments.memory) if arguments.memory else 0,
         transport=arguments.transport, machine=Path(arguments.machine) if arguments.machine else None,
     )  # fmt: skip
+    if arguments.tries and wish.machine:
+        raise PlanError(f"--try trains on this machine, and --machine {wish.machine} prices plans for another. Leave one of them out.")
     plans = [Plan.parse(arguments.plan)] if arguments.plan else None
     devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
     if isinstance(devices, int):
         return devices
     with console.status("") as status:
         found = advise(job, devices, plans=plans, tell=status.update)
+        if arguments.tries:
+            measured = try_plans(finalists(found, arguments.tries), arguments.target, arguments.transport, status.update)
+            if isinstance(measured, int):
+                return measured
+            found = tried(found, measured)
     print_advice(found, console)
     for record in advice_records(found):
         records.write(**record)

@@ -67,6 +67,8 @@ def test_what_does_not_fit_is_said_and_1(measured: Path, capsys: pytest.CaptureF
         (["--ranks", "0"], "0 ranks can run no plan"),
         (["--devices", "cuda"], "--devices cuda cannot be priced"),
         (["--devices", "2", "--ranks", "3"], "both say how many ranks"),
+        (["--try", "0"], "--try 0 must be 1 or more"),
+        (["--try", "2", "--machine", "other.json"], "--try trains on this machine, and --machine other.json prices plans for another"),
         (["--memory", "much"], "much is no number of bytes"),
         (["--plan", "dp=two"], "dp=two must be a whole number"),
         (["--plan", "dp=2,exchange=async"], "has no steps that all workers take together"),
@@ -115,6 +117,16 @@ def test_a_wish_that_cannot_be_is_refused():
         Wish(devices="simulated")
     with pytest.raises(PlanError, match="can run no plan"):
         Wish(devices="0")
+
+
+@pytest.mark.processes
+def test_a_plan_that_is_tried_has_what_was_measured(measured: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["plan", FILE, "--plan", "dp=2", "--ranks", "2", "--try", "2", "--json", "-"]) == 0
+    captured = capfd.readouterr()
+    found = records(captured.out)
+    (option,) = (each for each in found if each["event"] == "plan")
+    assert option["measured_seconds"] > 0 and found[-1]["plan"] == "dp=2"
+    assert "measured: a step, median of some on this machine" in captured.err
 
 
 @pytest.mark.processes

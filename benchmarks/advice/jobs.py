@@ -1,6 +1,7 @@
 """Jobs that calibration and the development of prices have not seen: five kinds of model, sizes that are no powers of two.
 
-JOBS: name -> Job; a byte GPT with packed projections, an MLP of odd widths, a convolutional network, an LSTM, a Llama of `transformers`.
+JOBS: name -> Job, each of which is also a name here: a byte GPT with packed projections, an MLP of odd widths, a convolutional network, an LSTM, a
+Llama of `transformers`.
 """
 
 from __future__ import annotations
@@ -145,10 +146,10 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=1e-3, momentum=0.9)
 
 
-JOBS = {
-    "gpt": ml.Job(model=ByteGPT, loss=next_token, optimizer=adamw, data=lambda: tokens(256, 96), batch_size=24, steps=100, clip_grad_norm=1.0),
-    "mlp": ml.Job(model=odd_mlp, loss=of_class, optimizer=adamw, data=lambda: classes(23, 611), batch_size=180, steps=100),
-    "convolutions": ml.Job(model=Convolutions, loss=of_class, optimizer=sgd, data=lambda: classes(17, 3, 36, 36), batch_size=48, steps=100),
-    "lstm": ml.Job(model=Recurrent, loss=next_token, optimizer=adamw, data=lambda: tokens(500, 40), batch_size=36, steps=100),
-    "llama": ml.Job(model=llama, loss=of_llama, optimizer=adamw, data=lambda: tokens(700, 72), batch_size=16, steps=100),
-}
+gpt = ml.Job(model=ByteGPT, loss=next_token, optimizer=adamw, data=lambda: tokens(256, 96), batch_size=24, steps=100, clip_grad_norm=1.0)
+mlp = ml.Job(model=odd_mlp, loss=of_class, optimizer=adamw, data=lambda: classes(23, 611), batch_size=180, steps=100)
+convolutions = ml.Job(model=Convolutions, loss=of_class, optimizer=sgd, data=lambda: classes(17, 3, 36, 36), batch_size=48, steps=100)
+lstm = ml.Job(model=Recurrent, loss=next_token, optimizer=adamw, data=lambda: tokens(500, 40), batch_size=36, steps=100)
+small_llama = ml.Job(model=llama, loss=of_llama, optimizer=adamw, data=lambda: tokens(700, 72), batch_size=16, steps=100)
+
+JOBS = {"gpt": gpt, "mlp": mlp, "convolutions": convolutions, "lstm": lstm, "small_llama": small_llama}

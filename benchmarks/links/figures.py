@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from tables import SMOOTHED
 
 Record = dict[str, Any]
 mpl.use("svg")
@@ -21,6 +23,14 @@ EXCHANGES = {  # algorithm -> label, colour, marker
     "halving": ("halving", "tab:purple", "s"),
     "hierarchical": ("hierarchical, 2 ranks a host", "tab:cyan", "d"),
     "server": ("one server", "tab:red", "v"),
+}
+
+LEARNING = {  # exchange -> label
+    "all_reduce": "synchronous, all-reduce",
+    "server": "synchronous, server",
+    "local_sgd": "8 local steps, then averaged",
+    "bounded": "bounded: at most 4 updates ahead",
+    "async": "asynchronous",
 }
 
 
@@ -77,18 +87,19 @@ def _overlap(records: Sequence[Record]) -> plt.Figure:
 
 
 def _curves(records: Sequence[Record]) -> plt.Figure:
-    """Loss, as a mean over 20 steps, against seconds."""
+    """Loss, as a mean over as many samples, against seconds."""
     kinds = sorted({each["slower"] for each in records})
     figure, rows = plt.subplots(1, len(kinds), figsize=(10, 3.8), sharey=True, squeeze=False)
     for axes, slower in zip(rows[0], kinds, strict=True):
         for each in records:
             if each["slower"] == slower:
-                smooth = [sum(each["losses"][max(0, at - 19) : at + 1]) / min(20, at + 1) for at in range(len(each["losses"]))]
-                axes.plot(each["seconds"], smooth, label=each["plan"])
+                wide = SMOOTHED // each["samples"]
+                smooth = [statistics.mean(each["losses"][max(0, at - wide + 1) : at + 1]) for at in range(len(each["losses"]))]
+                axes.plot(each["seconds"], smooth, label=LEARNING[each["exchange"]])
         axes.set_title("even ranks" if slower == 1 else f"one rank {slower:g} times slower")
-        _label(axes, "seconds", "loss, mean of 20 steps")
+        _label(axes, "seconds", f"loss, mean of {SMOOTHED} samples")
         axes.set_yscale("log")
-    rows[0][0].legend(frameon=False)
+    figure.legend(*rows[0][0].get_legend_handles_labels(), frameon=False, loc="lower center", ncols=3, bbox_to_anchor=(0.5, -0.16))
     return figure
 
 

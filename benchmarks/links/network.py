@@ -140,15 +140,16 @@ def _connect(host: Host, switch: int, shape: Shape) -> None:
     _ip(switch, f"link add {port} mtu {shape.mtu} type veth peer name eth0 mtu {shape.mtu} netns {host.holder}")
     for place, device in ((switch, port), (host.holder, "eth0")):
         _ip(place, f"link set {device} addrgenmode none gso_max_segs 1")
-        subprocess.run([*_within(place), "tc", "qdisc", "add", "dev", device, "root", *rate.split()], check=True, capture_output=True, text=True)
+        subprocess.run([*within(place), "tc", "qdisc", "add", "dev", device, "root", *rate.split()], check=True, capture_output=True, text=True)
     _ip(switch, f"link set {port} master {SWITCH}", f"link set {port} up")
     _ip(host.holder, f"address add {host.address}/24 dev eth0", "link set eth0 up", "link set lo up")
 
 
 def _ip(namespace: int, *commands: str) -> None:
-    words = [*_within(namespace), "ip", "-batch", "-"]
+    words = [*within(namespace), "ip", "-batch", "-"]
     subprocess.run(words, input="\n".join(commands) + "\n", check=True, capture_output=True, text=True)
 
 
-def _within(namespace: int) -> Sequence[str]:
-    return ["nsenter", f"--net=/proc/{namespace}/ns/net"]
+def within(namespace: int | None) -> Sequence[str]:
+    """Words before a command that is to run where this process is, or here."""
+    return [] if namespace is None else ["nsenter", f"--net=/proc/{namespace}/ns/net"]

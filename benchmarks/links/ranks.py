@@ -29,7 +29,7 @@ def on_hosts(
     a backward, which leaves threads that a forked process does not have.
     """
     context = multiprocessing.get_context("fork")  # torch is imported once
-    port = PORT if hosts[0].holder is not None else _free_port()
+    port = PORT if hosts[0].holder is not None else free_port()
     ranks, pipes = [], []
     try:
         for rank in range(len(places)):
@@ -98,7 +98,8 @@ def _rank(
         pipe.send(answer)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -10,6 +10,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ def _number() -> int | None:
 def _slept(rate: float, momentum: float, every: int, steps: int) -> ml.Job:
     job, number = load_job(str(EXAMPLE)), _number()
 
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
         if number is not None:
             time.sleep(len(batch["digit"]) * SECONDS_PER_SAMPLE * (TIMES_SLOWER if number == SLOW else 1))
         return job.loss(model, batch)

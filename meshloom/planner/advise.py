@@ -4,6 +4,7 @@ read the job by shapes       does it fit on one device
 rehearse each plan           what its ranks compute, what they hand to each other, what they hold
 price it on the machine      seconds of a step
 compare                      the fastest that fits; of those as fast, the simplest
+try some of them             the same by what their steps took, if asked for (trials.py)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ AS_FAST = 0.03  # of the step: what is faster by less is not worth a more compli
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Options that fit, fastest first, then those that do not. refused: plan -> why it cannot run this job.
+    """Options that fit, fastest first, then those that do not; before them what was tried. refused: plan -> why it cannot run this job.
 
     one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data parallelism. exchange: which one, in a sentence.
     """
@@ -68,34 +69,62 @@ def advise(job: Job, devices: Devices, *, plans: Iterable[Plan] | None = None, t
             last = error
     if not options and last is not None:
         raise last
-    ordered = sorted(options, key=lambda each: (not each.fits, each.price.seconds))
+    work, speedups = pricer.speedups(options) if plans is None else (None, ())
+    return _compared(
+        Advice(
+            options=tuple(options),
+            refused=MappingProxyType(refused),
+            one_device=pricer.one_device,
+            one_device_limit=devices.limit(1),
+            recommended=None,
+            reason="",
+            work=work,
+            speedups=speedups,
+            exchange=exchange_reason(options, devices) if plans is None else "",
+        )
+    )
+
+
+def finalists(advice: Advice, number: int) -> list[Option]:
+    """Those that are worth trying: the recommended one, and then the fastest that fit, `number` in all."""
+    fitting = [each for each in advice.options if each.fits]
+    return sorted(fitting, key=lambda each: (advice.recommended is None or each.plan != advice.recommended.plan, each.seconds))[:number]
+
+
+def tried(advice: Advice, measured: Mapping[str, float | None]) -> Advice:
+    """The advice once some plans were tried. measured: plan -> seconds of a step; None: it failed."""
+    failed = {plan: "it failed when it was tried" for plan, seconds in measured.items() if seconds is None}
+    options = [replace(each, measured_seconds=measured.get(str(each.plan))) for each in advice.options if str(each.plan) not in failed]
+    return _compared(replace(advice, options=tuple(options), refused=MappingProxyType({**advice.refused, **failed})))
+
+
+def _compared(advice: Advice) -> Advice:
+    """In order, with the recommendation and the reasons."""
+    ordered = sorted(advice.options, key=lambda each: (each.measured_seconds is None, not each.fits, each.seconds))
     best = recommended(ordered)
     ordered = [replace(each, why=why_of(each, best)) for each in ordered]
-    work, speedups = pricer.speedups(ordered) if plans is None else (None, ())
-    one = pricer.one_device
-    return Advice(
+    return replace(
+        advice,
         options=tuple(ordered),
-        refused=MappingProxyType(refused),
-        one_device=one,
-        one_device_limit=devices.limit(1),
         recommended=next((each for each in ordered if best and each.plan == best.plan), None),
-        reason=reason_of(one.peak, devices.limit(1), best, ordered),
-        work=work,
-        speedups=speedups,
-        exchange=exchange_reason(ordered, devices) if plans is None else "",
+        reason=reason_of(advice.one_device.peak, advice.one_device_limit, best, ordered),
     )
 
 
 def recommended(options: Sequence[Option]) -> Option | None:
-    """The simplest of those that fit and are about as fast as the fastest: fewer axes, then fewer ranks, then fewer microbatches."""
+    """The simplest of those that fit and are about as fast as the fastest: fewer axes, then fewer ranks, then fewer microbatches.
+
+    If some were tried, of those.
+    """
     fitting = [each for each in options if each.fits]
+    fitting = [each for each in fitting if each.measured_seconds is not None] or fitting
     if not fitting:
         return None
-    limit = min(each.price.seconds for each in fitting) * (1 + AS_FAST)
+    limit = min(each.seconds for each in fitting) * (1 + AS_FAST)
 
     def effort(option: Option) -> tuple[int, int, int, int, float]:
         plan = option.plan
         split = (plan.tp > 1) + (plan.pp > 1)
-        return split, plan.zero, plan.mesh.size, plan.microbatches, option.price.seconds
+        return split, plan.zero, plan.mesh.size, plan.microbatches, option.seconds
 
-    return min((each for each in fitting if each.price.seconds <= limit), key=effort)
+    return min((each for each in fitting if each.seconds <= limit), key=effort)

@@ -50,14 +50,29 @@ class Devices:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A plan and what it costs. memory_bytes: of the rank that holds most. num_bytes: axis -> bytes that rank 0 hands over in a step."""
+    """A plan and what it costs.
+
+    memory_bytes: of the rank that holds most. num_bytes: axis -> bytes that rank 0 hands over in a step. measured_seconds: of a step, if the plan was
+    tried.
+    """
 
     plan: Plan
     price: StepPrice
     memory_bytes: int
     limit_bytes: int
     num_bytes: Mapping[str, int]
+    measured_seconds: float | None = None
     why: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: measured, or else predicted."""
+        return self.price.seconds if self.measured_seconds is None else self.measured_seconds
+
+    def times(self, other: Option) -> float:
+        """How many times as long a step takes as one of `other`: measured if both were tried, else predicted."""
+        tried = self.measured_seconds is not None and other.measured_seconds is not None
+        return self.seconds / other.seconds if tried else self.price.seconds / other.price.seconds
 
     @property
     def fits(self) -> bool:

@@ -22,14 +22,14 @@ def why_of(option: Option, best: Option | None) -> str:
         parts.append(f"does not fit: a rank would hold {amount(option.memory_bytes)} of {amount(option.limit_bytes)}")
     elif best and option.plan == best.plan:
         parts.append("recommended")
-    elif best and price.seconds > best.price.seconds:
+    elif best and option.times(best) > 1:
         causes = [
             (price.idle_share, "ranks wait or talk"),
             (price.exchange / price.seconds, "the exchange of gradients takes"),
             (price.update / price.seconds, "the update takes"),
         ]
         share, what = max(causes)
-        slower = f"{price.seconds / best.price.seconds:.2f} times the step of {best.plan}"
+        slower = f"{option.times(best):.2f} times the step of {best.plan}"
         parts.append(f"{slower}; {what} {share:.0%} of it" if share > WORTH_SAYING else slower)
     elif best:
         parts.append(f"as fast as {best.plan}, which is simpler")
@@ -72,20 +72,16 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
         return f"{room}. No plan on these devices fits{least}. Use more devices, a smaller batch or recompute=full."
     plan = best.plan
     alone = next((each for each in options if each.plan == Plan()), None)
-    faster = f", {alone.price.seconds / best.price.seconds:.2f} times as fast as one rank" if alone and best.plan != alone.plan else ""
+    faster = f", {alone.times(best):.2f} times as fast as one rank" if alone and best.plan != alone.plan else ""
     if fits and plan.mesh.size == 1:
         return f"{room}, so the model fits. Take one rank: on these devices every division costs more than it saves."
     if fits and plan.mesh.size == plan.dp:
         return f"{room}, so every rank can hold the whole model: divide the batch, not the model. Take {plan}{faster}."
     if fits:
         replicas = min(
-            (each for each in options if each.plan.mesh.size == each.plan.dp > 1 and each.fits), key=lambda each: each.price.seconds, default=None
+            (each for each in options if each.plan.mesh.size == each.plan.dp > 1 and each.fits), key=lambda each: each.seconds, default=None
         )
-        beside = (
-            f"; the best that divides only the batch, {replicas.plan}, takes {replicas.price.seconds / best.price.seconds:.2f} times as long"
-            if replicas
-            else ""
-        )
+        beside = f"; the best that divides only the batch, {replicas.plan}, takes {replicas.times(best):.2f} times as long" if replicas else ""
         return f"{room}, so dividing the batch would do, but dividing the model is faster here{beside}. Take {plan}{faster}."
     how = [f"pp={plan.pp} gives each rank some of the layers"] * (plan.pp > 1) + [f"tp={plan.tp} gives each rank a part of every layer"] * (
         plan.tp > 1

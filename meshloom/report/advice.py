@@ -17,7 +17,8 @@ def print_advice(advice: Advice, console: Console) -> None:
     """The plans, fastest first, those that do not fit last; the reason; Amdahl's bound; what was refused."""
     table = Table(box=None, pad_edge=False)
     table.add_column("plan", no_wrap=True)
-    for heading in ("step", "memory", "sent a step", "idle"):
+    was_tried = any(each.measured_seconds is not None for each in advice.options)
+    for heading in ("step", *(["measured"] if was_tried else []), "memory", "sent a step", "idle"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for each in advice.options:
@@ -25,6 +26,7 @@ def print_advice(advice: Advice, console: Console) -> None:
         table.add_row(
             str(each.plan),
             duration(each.price.seconds),
+            *([duration(each.measured_seconds) if each.measured_seconds is not None else ""] if was_tried else []),
             amount(each.memory_bytes),
             sent or "nothing",
             f"{each.price.idle_share:.0%}",
@@ -51,6 +53,8 @@ def print_advice(advice: Advice, console: Console) -> None:
         )
     for plan, why in advice.refused.items():
         _line(console, f"not possible: {plan}: {why}")
+    if was_tried:
+        _line(console, "measured: a step, median of some on this machine; the recommended plan is of those that were tried")
     _line(console, "seconds: without reading data; memory: predicted for whole replicas, estimated for parts of one")
 
 
@@ -66,11 +70,11 @@ def advice_records(advice: Advice) -> list[dict[str, Any]]:
 
 
 def option_record(option: Option) -> dict[str, Any]:
-    """One plan: bytes by axis are those that rank 0 hands over in a step."""
+    """One plan: bytes by axis are those that rank 0 hands over in a step, `measured_seconds` is of a plan that was tried."""
     price = option.price
     return {
         "plan": str(option.plan), "step_seconds": price.seconds, "memory_bytes": option.memory_bytes, "bytes": dict(option.num_bytes),
-        "idle_share": price.idle_share, "why": option.why, "fits": option.fits, "limit_bytes": option.limit_bytes,
+        "measured_seconds": option.measured_seconds, "idle_share": price.idle_share, "why": option.why, "fits": option.fits, "limit_bytes": option.limit_bytes,
         "seconds": {"chunks": price.chunks, "exchange": price.exchange, "update": price.update, "other": price.other, "talking": dict(price.talking)},
     }  # fmt: skip
 

@@ -1,0 +1,67 @@
+"""Trains a few steps under plans on this machine's CPU, one plan after another, to see what their steps take.
+
+    try_plans          starts the ranks of a plan, as `meshloom train` does: the same job file, threads and transport
+    try_here           in each rank: steps that warm up, steps that count; rank 0 writes what they took
+
+Of the job only training runs: no evaluation, no checkpoint. What was trained is thrown away.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshloom.job import Job
+from meshloom.launch import run_ranks
+from meshloom.planner.pricing import Option
+from meshloom.report.progress import Listener
+from meshloom.trainer import Trainer
+
+WARM_UP_STEPS = 3
+SECONDS = 3.0  # that the steps which count take in all, by their price
+STEPS = (8, 60)  # that count, least and most
+STOPPED = (129, 130, 143)  # exit codes of runs that a signal has ended
+
+
+def try_plans(options: Sequence[Option], target: str, transport: str, tell: Callable[[str], None]) -> dict[str, float | None] | int:
+    """Plan -> seconds of a step, the median; None if it failed, after its ranks have said why. The exit code if a signal has ended them.
+
+    target: the job's FILE.py:NAME. tell: hears which plan is tried.
+    """
+    found: dict[str, float | None] = {}
+    with tempfile.TemporaryDirectory(prefix="meshloom-") as directory:
+        path = Path(directory) / "trial.json"
+        for number, option in enumerate(options):
+            plan = option.plan
+            tell(f"trying plan {number + 1} of {len(options)}: {plan}")
+            steps = min(max(STEPS[0], round(SECONDS / option.price.seconds)), STEPS[1])
+            words = ["plan", target, "--plan", str(plan), "--transport", transport, "--trial", str(path), "--trial-steps", str(steps)]
+            code = run_ranks([sys.executable, "-m", "meshloom", *words], plan.mesh, "cpu", str(plan), transport=transport)
+            if code in STOPPED:
+                return code
+            found[str(plan)] = None if code else float(json.loads(path.read_text()))
+    return found
+
+
+def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
+    """What a rank that `try_plans` has started does. Rank 0 writes the median seconds of `steps` steps to `path`.
+
+    Short batches at the end of an epoch do not count, if there are others.
+    """
+    took: dict[int, list[float]] = {}  # by samples of the global batch
+    quiet = Listener(started=lambda text: None, note=lambda text: None)
+    with Trainer(job, devices="cpu", transport=transport, share=True, listener=quiet, steps=10 * WARM_UP_STEPS * STEPS[1]) as trainer:
+        for number, batch in enumerate(trainer.batches()):
+            started = time.perf_counter()
+            trainer.step(batch)
+            if number >= WARM_UP_STEPS:
+                took.setdefault(batch.shares[0][0].batch, []).append(time.perf_counter() - started)
+            if took and len(took[max(took)]) == steps:
+                break
+        if trainer.world.main:
+            path.write_text(json.dumps(statistics.median(took[max(took)])))
