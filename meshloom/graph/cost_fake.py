@@ -8,20 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.graph.contexts import Entered
 from meshloom.graph.nodes import Meta, Node, Ref, refs_in
-from meshloom.graph.on_cpu import AsOnCPU
+from meshloom.graph.on_cpu import AsOnCPU, fake_mode
 from meshloom.graph.program import Program
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have no values; gradients are recorded."""
-    with torch.enable_grad(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False), AsOnCPU():
+    with torch.enable_grad(), fake_mode(), AsOnCPU():
         yield
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from meshloom.errors import CaptureError
@@ -17,7 +15,7 @@ from meshloom.graph.contexts import Context, Entered
 from meshloom.graph.draws import CountDraws
 from meshloom.graph.export import context_of, describe_place
 from meshloom.graph.lines import WAY_OUT
-from meshloom.graph.on_cpu import AsOnCPU
+from meshloom.graph.on_cpu import AsOnCPU, fake_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
     shapes: dict[fx.Node, tuple[Shape, ...]] = {}
     draws: dict[fx.Node, int] = {}
     values: dict[fx.Node, Any] = {}  # all of them until the end, so that no memory is used twice
-    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+    fake = fake_mode()
     counter = CountDraws()
     with torch.enable_grad(), Entered((*contexts, Context())) as entered, fake, AsOnCPU(), counter:
         for node in graph.nodes:

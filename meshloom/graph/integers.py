@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
 
 from meshloom.graph.change import Change
 from meshloom.graph.least import Floats
@@ -75,6 +73,9 @@ def _rows_of(change: Change, first: Any, made: Sequence[list[int]], z: Any) -> l
 
 
 def _solved(costs: Sequence[float], rows: Sequence[Row], count: int, barred: Sequence[int], first: Any) -> Any:
+    from scipy.optimize import Bounds, LinearConstraint, milp  # takes most of a second, which few processes need
+    from scipy.sparse import coo_matrix
+
     factors = [factor for _, each, _, _ in rows for factor in each]
     row_of = [number for number, (unknowns, _, _, _) in enumerate(rows) for _ in unknowns]
     columns = [unknown for unknowns, _, _, _ in rows for unknown in unknowns]

@@ -14,8 +14,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from meshloom.graph.segments import Segment
 
@@ -69,6 +67,9 @@ class _Network:
 
     def start_side(self) -> set[str]:
         """The points on the side of `start` of the least cut that is nearest to it."""
+        from scipy.sparse import csr_array  # takes most of a second, which few processes need
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         total = sum(capacity for _, _, capacity in self.edges if capacity is not None)
         if not total:
             return set(self.numbers) - {"end"}

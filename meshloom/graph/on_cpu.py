@@ -1,4 +1,4 @@
-"""What the CPU's operators give where torch's own fakes of them give something else."""
+"""Tensors without values: what the CPU's operators give where torch's own fakes of them give something else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+
+def fake_mode(*, static_shapes: bool | None = None, allow_non_fake_inputs: bool = False) -> FakeTensorMode:
+    """Tensors made inside have no values; sizes that depend on values are symbols. Arguments as torch has them."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes half a second, which processes that read no loss do without
+
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=static_shapes, allow_non_fake_inputs=allow_non_fake_inputs)
 
 
 class AsOnCPU(TorchDispatchMode):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +24,7 @@ from meshloom.graph.build import build
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.lines import describe_line, line_of_error
 from meshloom.graph.nodes import Node
+from meshloom.graph.on_cpu import fake_mode
 from meshloom.graph.precision import build_model
 from meshloom.graph.program import Program
 from meshloom.graph.reading import check_tensors, device_of, read_once, reading
@@ -54,7 +54,7 @@ def capture_shapes(
     check_tensors(leaves)
     where = torch.device(device)
     with reading(dtype), _OnCPU(), _autocast_of(where):
-        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+        mode = fake_mode(static_shapes=True, allow_non_fake_inputs=True)
         model = _build(job, mode, small, training=training)
         _convert(model, mode, dtype)
         shapes = Leaves({name: _fake(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
