@@ -1,6 +1,6 @@
 """Runs a function on N rank processes, as tests of processes need it.
 
-The processes are forked from a server that has imported torch once, so that a set of ranks starts in a fraction of a
+The processes are forked from a server that has imported torch and meshloom once, so that a set of ranks starts in a fraction of a
 second. It starts when this file is imported, before the first test, and lives as long as the test run. Ranks find the
 environment that a launcher would give them; the store that they meet in listens on a port of the kernel's choice.
 """
@@ -21,7 +21,8 @@ from typing import Any
 from torch.distributed import TCPStore
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "meshloom.comm.c10d", "meshloom.comm.simulated", "meshloom.comm.values"])
+PRELOADED = ["pytest", "hypothesis", "meshloom.cli", "scipy.optimize", "scipy.sparse.csgraph", "torch.fx.experimental.symbolic_shapes"]
+CONTEXT.set_forkserver_preload(PRELOADED)
 if not getattr(multiprocessing.current_process(), "_inheriting", False):  # the ranks import this file too
     forkserver.ensure_running()
 
