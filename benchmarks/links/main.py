@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -78,6 +79,8 @@ def measure(arguments: argparse.Namespace) -> list[Record]:
     most = max(arguments.hosts)
     reason = why_not()
     with ExitStack() as stack:
+        # What was measured of this machine lies at home, and would decide how models are divided.
+        os.environ["HOME"] = stack.enter_context(tempfile.TemporaryDirectory())
         if reason:
             print(f"Over loopback, where links are as fast as memory and formulas use the measured rate: {reason}.", file=sys.stderr)
             hosts = loopback(2 * most)
