@@ -21,7 +21,15 @@ from typing import Any
 from torch.distributed import TCPStore
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["pytest", "hypothesis", "meshloom.cli", "scipy.optimize", "scipy.sparse.csgraph", "torch.fx.experimental.symbolic_shapes"]
+PRELOADED = [
+    "pytest",
+    "hypothesis",
+    "meshloom.cli",
+    "torch._dynamo",
+    "scipy.optimize",
+    "scipy.sparse.csgraph",
+    "torch.fx.experimental.symbolic_shapes",
+]
 CONTEXT.set_forkserver_preload(PRELOADED)
 if not getattr(multiprocessing.current_process(), "_inheriting", False):  # the ranks import this file too
     forkserver.ensure_running()
