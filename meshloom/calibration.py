@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,12 +27,12 @@ from meshloom.launch.transport import host_identity
 from meshloom.links import Link, Where
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan
-from meshloom.planner.calibrate import OPERATOR_SECONDS, machine_of, measure_operators
+from meshloom.planner.calibrate import machine_of, measure_operators
 from meshloom.planner.crowds import measure_crowds
-from meshloom.planner.links import measure_links, transport_of
+from meshloom.planner.links import measure_algorithms, measure_links, transport_of
 
 MOST_RANKS = 8  # on CPUs, unless more are asked for
-BRIEF = 0.2  # of the time for operators, where those of more ranks count
+BRIEF: dict[str, Any] = {"seconds": 0.2, "rounds": 1}  # for operators, where those of more ranks count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +95,15 @@ def measure_machine(request: Request) -> Machine | int:
 def measure_here(request: Request, *, brief: bool = False) -> Machine:
     """What the ranks of this run, of which this process is one, measure together; or this process alone. brief: operators are of no interest."""
     num_ranks = default_ranks("cpu")
-    seconds = OPERATOR_SECONDS * (BRIEF if brief else 1.0)
     links: dict[tuple[int, Where], tuple[Link, ...]] = {}
     with open_world(Mesh(dp=num_ranks), request.devices, request.timeout_seconds, request.transport) as world:
         here = world.local[0]
-        operators = measure_operators(here.device, seconds=seconds)
-        alike = len(set(_hosts(world))) == 1 and here.device.type == "cpu"  # ranks of several hosts do not slow each other down
+        operators = measure_operators(here.device, **(BRIEF if brief else {}))
+        place: Where = "inside" if len(set(_hosts(world))) == 1 else "between"
+        alike = place == "inside" and here.device.type == "cpu"  # ranks of several hosts do not slow each other down
         crowds = measure_crowds(here.groups["dp"]) if num_ranks > 1 and alike else ()
         _add_links(links, world)
+        spelled = measure_algorithms(here.groups["dp"], here.device, place=place) if num_ranks > 1 and here.device.type == "cpu" else ()
         transport = transport_of(here.groups["dp"], here.device) if num_ranks > 1 else ""
     for size in range(2, num_ranks):
         if num_ranks % size == 0:
@@ -110,7 +112,7 @@ def measure_here(request: Request, *, brief: bool = False) -> Machine:
                 _add_links(links, divided)
     return machine_of(
         operators,
-        [link for key in sorted(links) for link in links[key]],
+        [*(link for key in sorted(links) for link in links[key]), *spelled],
         here.device,
         cores=cores(),
         crowds=crowds,

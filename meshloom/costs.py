@@ -12,7 +12,9 @@ N ranks hand in S bytes each; a message takes `a` seconds plus its bytes at B by
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from meshloom.errors import MachineError
 
@@ -21,7 +23,7 @@ ALGORITHMS = ("ring", "tree", "halving", "hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The fastest way of an all-reduce. seconds: predicted. reason: against which others."""
+    """The fastest way of an all-reduce. seconds: measured or predicted. reason: against which others."""
 
     algorithm: str
     seconds: float
@@ -38,12 +40,14 @@ def choose_algorithm(
     inside_latency_seconds: float | None = None,
     inside_bytes_per_second: float | None = None,
     own_seconds: float | None = None,
+    measured: Mapping[str, float] = MappingProxyType({}),
 ) -> Choice:
     """The algorithm that takes least, of those that are spelled out and the library's own.
 
     latency_seconds, bytes_per_second: of a message over the slowest link in use: between hosts, or inside if there is one host.
     inside_latency_seconds, inside_bytes_per_second: of a message inside a host, where that differs. Ranks are as many on each host.
     own_seconds: what the library's own all-reduce was measured to take. It is chosen where none is faster.
+    measured: algorithm -> what it was measured to take, instead of its formula.
 
     >>> choose_algorithm(64 * 2**20, 5, 5, 1e-3, 128 * 2**20).reason
     'ring: 64 MiB over 5 ranks, 0.808 s against 1.76 s (halving), 3.01 s (tree)'
@@ -59,6 +63,7 @@ def choose_algorithm(
     if 1 < num_hosts < num_ranks:
         inside = inside_latency_seconds or latency_seconds, inside_bytes_per_second or bytes_per_second
         found["hierarchical"] = hierarchical_seconds(num_bytes, num_hosts, num_ranks // num_hosts, *link, *inside)
+    found |= measured
     if own_seconds is not None:
         found = {"all_reduce": own_seconds, **found}
     best = min(found, key=lambda name: found[name])

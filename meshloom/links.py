@@ -29,6 +29,7 @@ class Link:
     Bytes are those of the tensor that one rank hands in. residual: largest relative error of the fit.
     among: ranks that ran on the devices at that time, in groups of `ranks`; 0: just these.
     place: inside one host, or between hosts. in_place: tensors lay where all ranks of the host can read them.
+    algorithm: by which an all-reduce was spelled out on messages (`costs.ALGORITHMS`); "": the transport's own collective.
     points: (bytes, seconds), bytes ascending, as measured; where there are some, predictions lie between them rather than on the line.
     """
 
@@ -40,6 +41,7 @@ class Link:
     among: int = 0
     place: Where = "inside"
     in_place: bool = False
+    algorithm: str = ""
     points: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ def seconds_of(
     place: Where | None = None,
     in_place: bool = False,
 ) -> float | None:
-    """Seconds of a collective of `ranks` ranks, each handing in `num_bytes`; None if it was not measured at all.
+    """Seconds of the transport's own collective of `ranks` ranks, each handing in `num_bytes`; None if it was not measured at all.
 
     Of what was measured the most similar counts: the place and whether tensors lie in place first, then the ranks of the group, then those on the
     devices (among; default: any). For a number of ranks that was not measured, latency and bytes are scaled by the steps of a ring and what it
@@ -118,7 +120,7 @@ def seconds_of(
         others = abs(math.log((link.among or link.ranks) / among)) if among else 0.0
         return link.place != (place or link.place), link.in_place != in_place, abs(math.log(link.ranks / ranks)), others
 
-    link = min((each for each in links if each.collective == collective), key=distance, default=None)
+    link = min((each for each in links if each.collective == collective and not each.algorithm), key=distance, default=None)
     if link is None:
         return None
     if link.ranks == ranks:

@@ -1,4 +1,4 @@
-"""Trains a few steps under plans on this machine's CPU, one plan after another, to see what their steps take.
+"""Trains a few steps under plans on this machine's CPU, in turns, to see what their steps take.
 
     try_plans          starts the ranks of a plan, as `meshloom train` does: the same job file, threads and transport
     try_here           in each rank: steps that warm up, steps that count; rank 0 writes what they took
@@ -22,9 +22,10 @@ from meshloom.planner.pricing import Option
 from meshloom.report.progress import Listener
 from meshloom.trainer import Trainer
 
+ROUNDS = 2  # there and back, as machines are faster and slower from minute to minute
 WARM_UP_STEPS = 3
-SECONDS = 3.0  # that the steps which count take in all, by their price
-STEPS = (8, 60)  # that count, least and most
+SECONDS = 2.0  # that the steps which count take in a round, by their price
+STEPS = (6, 40)  # that count, least and most
 STOPPED = (129, 130, 143)  # exit codes of runs that a signal has ended
 
 
@@ -33,23 +34,30 @@ def try_plans(options: Sequence[Option], target: str, transport: str, tell: Call
 
     target: the job's FILE.py:NAME. tell: hears which plan is tried.
     """
-    found: dict[str, float | None] = {}
+    took: dict[str, list[float]] = {str(option.plan): [] for option in options}
+    failed: set[str] = set()
+    turns = [option for number in range(ROUNDS) for option in options[:: -1 if number % 2 else 1]]
     with tempfile.TemporaryDirectory(prefix="meshloom-") as directory:
         path = Path(directory) / "trial.json"
-        for number, option in enumerate(options):
+        for number, option in enumerate(turns):
             plan = option.plan
-            tell(f"trying plan {number + 1} of {len(options)}: {plan}")
+            if str(plan) in failed:
+                continue
+            tell(f"trial {number + 1} of {len(turns)}: {plan}")
             steps = min(max(STEPS[0], round(SECONDS / option.price.seconds)), STEPS[1])
             words = ["plan", target, "--plan", str(plan), "--transport", transport, "--trial", str(path), "--trial-steps", str(steps)]
             code = run_ranks([sys.executable, "-m", "meshloom", *words], plan.mesh, "cpu", str(plan), transport=transport)
             if code in STOPPED:
                 return code
-            found[str(plan)] = None if code else float(json.loads(path.read_text()))
-    return found
+            if code:
+                failed.add(str(plan))
+            else:
+                took[str(plan)] += json.loads(path.read_text())
+    return {plan: None if plan in failed else statistics.median(seconds) for plan, seconds in took.items()}
 
 
 def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
-    """What a rank that `try_plans` has started does. Rank 0 writes the median seconds of `steps` steps to `path`.
+    """What a rank that `try_plans` has started does. Rank 0 writes the seconds of each of `steps` steps to `path`.
 
     Short batches at the end of an epoch do not count, if there are others.
     """
@@ -64,4 +72,4 @@ def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
             if took and len(took[max(took)]) == steps:
                 break
         if trainer.world.main:
-            path.write_text(json.dumps(statistics.median(took[max(took)])))
+            path.write_text(json.dumps(took[max(took)]))

@@ -84,7 +84,7 @@ def test_a_step_of_ranks_that_sleep_takes_their_sleep():
     assert one is not None and two is not None
     assert one >= 8 * SECONDS_PER_SAMPLE and two >= 4 * SECONDS_PER_SAMPLE
     assert two < one
-    assert said == ["trying plan 1 of 2: dp=1", "trying plan 2 of 2: dp=2"]
+    assert said == ["trial 1 of 4: dp=1", "trial 2 of 4: dp=2", "trial 3 of 4: dp=2", "trial 4 of 4: dp=1"]
 
 
 @pytest.mark.processes

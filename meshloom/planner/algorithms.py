@@ -21,7 +21,7 @@ class Chosen:
 
 
 def chosen_algorithms(machine: Machine, sizes: Sequence[int] = SIZES) -> list[Chosen]:
-    """For every number of ranks whose all-reduce was measured: what was measured, against what the formulas say of the measured messages.
+    """For every number of ranks whose all-reduce was measured: what was measured, and where it was not what the formulas say of the measured messages.
 
     >>> from meshloom.cluster import example_machine
     >>> [chosen.choice.reason for chosen in chosen_algorithms(example_machine(), [25 << 20])]
@@ -37,6 +37,9 @@ def chosen_algorithms(machine: Machine, sizes: Sequence[int] = SIZES) -> list[Ch
             choice=choose_algorithm(
                 num_bytes, ranks, 1, message.latency_seconds, message.bytes_per_second,
                 own_seconds=collective_seconds(machine, "all_reduce", num_bytes, ranks),
+                measured={
+                    link.algorithm: link.seconds(num_bytes) for link in machine.links if link.algorithm and (link.ranks, link.among) == (ranks, ranks)
+                },
             ),
         )
         for ranks in sorted({link.ranks for link in machine.links if link.collective == "all_reduce"})

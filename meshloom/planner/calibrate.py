@@ -20,8 +20,8 @@ from meshloom.planner.chains import Chain, chains_of, views
 from meshloom.planner.timing import now, typical
 
 OPERATOR_SECONDS = 2.0  # about what all operators take, without making their tensors
-ROUNDS = 3  # over all operators, so that what disturbs the machine for a while disturbs one round
-RUNS = (2, 70)  # least and most repetitions of a chain in a round
+ROUNDS = 2  # over all operators, so that what disturbs the machine for a while disturbs one round
+RUNS = (1, 70)  # least and most repetitions of a chain in a round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +33,16 @@ class Operators:
     backward_call_seconds: float
 
 
-def measure_operators(device: torch.device, *, seconds: float = OPERATOR_SECONDS) -> Operators:
-    """Seconds of each kind of operator at a few sizes, forward and backward. seconds: about what it takes in all."""
+def measure_operators(device: torch.device, *, seconds: float = OPERATOR_SECONDS, rounds: int = ROUNDS) -> Operators:
+    """Seconds of each kind of operator at a few sizes, forward and backward. seconds: about what it takes in all, in so many rounds."""
     timed: dict[tuple[Kind, torch.dtype], list[_Timed]] = {}
     for kind, dtype, chain in chains_of(device):
         timed.setdefault((kind, dtype), []).append(_Timed(chain))
     call = _Timed(views(device))
     everything = [*(each for members in timed.values() for each in members), call]
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for each in everything:
-            each.repeat(device, seconds / ROUNDS / len(everything))
+            each.repeat(device, seconds / rounds / len(everything))
     found: list[Operation] = []
     for (kind, dtype), members in timed.items():
         for backward in (False, True):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshloom.comm.algorithms import spelled_out
 from meshloom.comm.group import Group
 from meshloom.comm.hosts import HostsGroup
 from meshloom.comm.record import RecordedGroup
@@ -17,9 +20,12 @@ from meshloom.links import COLLECTIVES, Collective, Link, Where, fit_link
 from meshloom.planner.timing import now, typical
 
 SUMS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")
-LINK_SECONDS = 0.9  # for all collectives of one group
+SPELLED_OUT = ("ring", "tree", "halving")  # whose ranks are all alike
+LINK_SECONDS = 0.7  # for all collectives of one group
+ALGORITHM_SECONDS = 0.2  # for all that are spelled out
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 RUNS = (4, 200)  # least and most repetitions of one size
+POOL_BYTES = 32 << 20  # of each rank: repetitions take turns with its pieces, as tensors that a step hands over are no longer in a cache
 
 
 def measure_links(group: Group, device: torch.device, *, among: int, place: Where, seconds: float = LINK_SECONDS) -> tuple[Link, ...]:
@@ -29,25 +35,49 @@ def measure_links(group: Group, device: torch.device, *, among: int, place: Wher
     Sums are measured a second time where ranks can have memory in common, on tensors that lie there, as gradients do.
     """
     windows = windows_of(group) if device.type == "cpu" else None
+    pool, results = _Pool(_filled(POOL_BYTES, device)), _Pool(_filled(max(POOL_BYTES, group.size * MESSAGE_BYTES[-1]), device))
+    common = _Pool(_in_window(windows, group, POOL_BYTES // 4).zero_()) if windows else pool
     wanted: Sequence[tuple[Collective, bool]] = [(each, False) for each in COLLECTIVES]
     if windows:
         wanted = [*wanted, *((each, True) for each in SUMS)]
     links: list[Link] = []
     for collective, in_place in wanted:
-        measured: list[tuple[float, float]] = []
-        for num_bytes in MESSAGE_BYTES:
-            count = num_bytes // 4 // group.size * group.size  # elements, the same for each rank
-            tensor = _in_window(windows, group, count) if windows and in_place else torch.zeros(count, device=device)
-            operate = _collective(collective, group, tensor)
-            operate()
-            _wait_for_all(group, device)
-            took = _once(operate, device)
-            # All ranks must agree how often: rank 0's first measurement decides.
-            runs = _agreed_runs(group, seconds / len(wanted) / len(MESSAGE_BYTES) / max(took, 1e-6), device)
-            times = _PER_CALL.get(collective, lambda _: 1)(group.size)
-            measured.append((count * 4, typical([_once(operate, device) for _ in range(runs)])[0] / times))
-        links.append(fit_link(collective, group.size, measured, among=among, place=place, in_place=in_place, keep_points=True))
+        times = _PER_CALL.get(collective, lambda _: 1)(group.size)
+        operation = partial(_collective, collective, group, pool=common if in_place else pool, results=results)
+        measured = _measured(group, device, operation, seconds=seconds / len(wanted))
+        points = [(num_bytes, took / times) for num_bytes, took in measured]
+        links.append(fit_link(collective, group.size, points, among=among, place=place, in_place=in_place, keep_points=True))
     return tuple(links)
+
+
+def measure_algorithms(group: Group, device: torch.device, *, place: Where, seconds: float = ALGORITHM_SECONDS) -> tuple[Link, ...]:
+    """The same of the all-reduces that are spelled out on messages of `group`, which are all the ranks that run."""
+    pool = _Pool(_filled(POOL_BYTES, device))
+    links: list[Link] = []
+    for algorithm in SPELLED_OUT:
+        made = spelled_out(group, algorithm)
+        try:
+            measured = _measured(group, device, lambda count: lambda: made.all_reduce(pool(count)).wait(), seconds=seconds / len(SPELLED_OUT))  # noqa: B023
+        finally:
+            made.close()
+        link = fit_link("all_reduce", group.size, measured, among=group.size, place=place, keep_points=True)
+        links.append(replace(link, algorithm=algorithm))
+    return tuple(links)
+
+
+def _measured(group: Group, device: torch.device, operation: Callable[[int], Callable[[], Any]], *, seconds: float) -> list[tuple[float, float]]:
+    """(bytes, typical seconds) of an operation on so many elements, at each size. seconds: for all of them."""
+    measured: list[tuple[float, float]] = []
+    for num_bytes in MESSAGE_BYTES:
+        count = num_bytes // 4 // group.size * group.size  # elements, the same for each rank
+        operate = operation(count)
+        operate()
+        _wait_for_all(group, device)
+        took = _once(operate, device)
+        # All ranks must agree how often: rank 0's first measurement decides.
+        runs = _agreed_runs(group, seconds / len(MESSAGE_BYTES) / max(took, 1e-6), device)
+        measured.append((count * 4, typical([_once(operate, device) for _ in range(runs)])[0]))
+    return measured
 
 
 def transport_of(group: Group, device: torch.device) -> str:
@@ -65,29 +95,51 @@ def _in_window(windows: Windows, group: Group, count: int) -> Tensor:
     return in_window(windows.window(window_bytes(extents)), group.rank, extents)[0]
 
 
-def _collective(collective: Collective, group: Group, tensor: Tensor) -> Callable[[], Any]:
-    """Does it once, each rank handing in a flat `tensor`; what has a direction goes round, so that no rank runs ahead."""
-    size, count, device = group.size, tensor.numel(), tensor.device
+class _Pool:
+    """Memory of which every call gives the next piece, from the beginning again at its end."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._at = 0
+
+    def __call__(self, count: int) -> Tensor:
+        """That many elements. There are so many in all."""
+        if self._at + count > self._flat.numel():
+            self._at = 0
+        self._at += count
+        return self._flat[self._at - count : self._at]
+
+
+def _filled(num_bytes: int, device: torch.device) -> Tensor:
+    """float32. Memory that nobody has written is one page of zeros, which reading finds in the cache."""
+    return torch.empty(num_bytes // 4, device=device).zero_()
+
+
+def _collective(collective: Collective, group: Group, count: int, pool: _Pool, results: _Pool) -> Callable[[], Any]:
+    """Does it once, each rank handing in `count` elements of `pool`; what has a direction goes round, so that no rank runs ahead."""
+    size = group.size
     if collective == "all_reduce":
-        return lambda: group.all_reduce(tensor).wait()
+        return lambda: group.all_reduce(pool(count)).wait()
     if collective == "all_gather":
-        gathered = torch.empty(size * count, device=device)
-        return lambda: group.all_gather(gathered, tensor).wait()
+        return lambda: group.all_gather(results(size * count), pool(count)).wait()
     if collective == "reduce_scatter":
-        part = torch.empty(count // size, device=device)
-        return lambda: group.reduce_scatter(part, tensor).wait()
+        return lambda: group.reduce_scatter(results(count // size), pool(count)).wait()
     if collective == "all_to_all":
-        received = torch.empty(count, device=device)
         shares = [count // size] * size
-        return lambda: group.all_to_all(received, tensor, shares, shares).wait()
+        return lambda: group.all_to_all(results(count), pool(count), shares, shares).wait()
     if collective == "gather":
-        outputs = [torch.empty_like(tensor) for _ in range(size)]
-        return lambda: [group.gather(outputs if group.rank == where else None, tensor, where).wait() for where in range(size)]
+
+        def gather(where: int) -> None:
+            outputs = list(results(size * count).chunk(size)) if group.rank == where else None
+            group.gather(outputs, pool(count), where).wait()
+
+        return lambda: [gather(where) for where in range(size)]
     if collective == "broadcast":
-        return lambda: [group.broadcast(tensor, source).wait() for source in range(size)]
+        return lambda: [group.broadcast(pool(count), source).wait() for source in range(size)]
 
     def ping_pong() -> None:
         """Rank 0 and rank 1 only."""
+        tensor = pool(count)
         if group.rank == 0:
             group.send(tensor, 1).wait()
             group.recv(tensor, 1).wait()

@@ -43,14 +43,15 @@ def print_machine(machine: Machine, console: Console) -> None:
         table.add_column(heading, justify="right")
     table.add_column("")
     for link in machine.links:
-        remark = ", ".join(["between hosts"] * (link.place == "between") + ["in place"] * link.in_place)
+        remark = ", ".join(["between hosts"] * (link.place == "between") + ["in place"] * link.in_place + [link.algorithm] * bool(link.algorithm))
         table.add_row(
             link.collective, str(link.ranks), str(link.among or link.ranks), duration(link.latency_seconds), f"{short(link.bytes_per_second)}B/s",
             f"{link.residual:.0%}", remark,
         )  # fmt: skip
     console.print(table)
     _line(console, "")
-    _line(console, "The fastest all-reduce (all_reduce: the transport's own, measured; others: formulas, from the measured send):")
+    how = "measured" if any(link.algorithm for link in machine.links) else "measured; others: formulas, from the measured send"
+    _line(console, f"The fastest all-reduce (all_reduce: the transport's own; {how}):")
     for each in chosen_algorithms(machine):
         _line(console, f"  {each.choice.reason}")
     for crowd in machine.crowds:
