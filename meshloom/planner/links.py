@@ -21,7 +21,7 @@ from meshloom.planner.timing import now, typical
 
 SUMS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")
 SPELLED_OUT = ("ring", "tree", "halving")  # whose ranks are all alike
-LINK_SECONDS = 0.7  # for all collectives of one group
+LINK_SECONDS = 0.5  # for all collectives of one group
 ALGORITHM_SECONDS = 0.2  # for all that are spelled out
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 RUNS = (4, 200)  # least and most repetitions of one size
