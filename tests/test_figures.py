@@ -21,6 +21,7 @@ def test_every_figure_is_shown_and_small():
     assert max(path.stat().st_size for path in FIGURES.glob("*.png")) < MOST_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_drawing_them_again_gives_the_same_pictures(tmp_path: Path):
     """Fonts are rendered a little differently by other versions of matplotlib: a hundredth of the brightness, on average."""
