@@ -62,9 +62,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, like 8GiB (default: its share of the host's memory)")
     plan.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
     plan.add_argument("--machine", metavar="FILE", help="the machine to price for (default: this one; it is measured first if it was not)")
-    plan.add_argument(
-        "--try", type=int, dest="tries", metavar="N", help="train a few steps under the N plans that look fastest, and recommend by what they took"
-    )
+    plan.add_argument("--try", type=int, metavar="N", help="train a few steps under the N plans that look fastest, and recommend by what they took")
     plan.add_argument("--trial", help=argparse.SUPPRESS)  # for our own ranks: where rank 0 writes what a step took
     plan.add_argument("--trial-steps", type=int, default=1, help=argparse.SUPPRESS)
     plan.add_argument("--json", metavar="FILE", help=JSON_HELP)

@@ -95,9 +95,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _run_here(arguments: argparse.Namespace) -> int:
     if arguments.verb == "calibrate":
         return _calibrate(arguments)
-    for flag, name in {"steps": "steps", "batch": "batch", "depth": "depth", "tries": "try"}.items():
+    for flag in ("steps", "batch", "depth", "try"):
         if (number := getattr(arguments, flag, None)) is not None and number < 1:
-            raise PlanError(f"--{name} {number} must be 1 or more.")
+            raise PlanError(f"--{flag} {number} must be 1 or more.")
     job = load_job(arguments.target)
     if job is None:
         print(f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it.", file=sys.stderr)
@@ -284,7 +284,8 @@ def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
         devices=arguments.devices, ranks=arguments.ranks, memory_bytes=num_bytes_of(arguments.memory) if arguments.memory else 0,
         transport=arguments.transport, machine=Path(arguments.machine) if arguments.machine else None,
     )  # fmt: skip
-    if arguments.tries and wish.machine:
+    tries: int | None = vars(arguments)["try"]  # a word that is no attribute's
+    if tries and wish.machine:
         raise PlanError(f"--try trains on this machine, and --machine {wish.machine} prices plans for another. Leave one of them out.")
     plans = [Plan.parse(arguments.plan)] if arguments.plan else None
     devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
@@ -292,8 +293,8 @@ def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
         return devices
     with console.status("") as status:
         found = advise(job, devices, plans=plans, tell=status.update)
-        if arguments.tries:
-            measured = try_plans(finalists(found, arguments.tries), arguments.target, arguments.transport, status.update)
+        if tries:
+            measured = try_plans(finalists(found, tries), arguments.target, arguments.transport, status.update)
             if isinstance(measured, int):
                 return measured
             found = tried(found, measured)

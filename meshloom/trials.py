@@ -26,6 +26,7 @@ ROUNDS = 2  # there and back, as machines are faster and slower from minute to m
 WARM_UP_STEPS = 3
 SECONDS = 2.0  # that the steps which count take in a round, by their price
 STEPS = (6, 40)  # that count, least and most
+MOST_STEPS = 1200  # taken at all, where full batches are rare
 STOPPED = (129, 130, 143)  # exit codes of runs that a signal has ended
 
 
@@ -63,7 +64,7 @@ def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
     """
     took: dict[int, list[float]] = {}  # by samples of the global batch
     quiet = Listener(started=lambda text: None, note=lambda text: None)
-    with Trainer(job, devices="cpu", transport=transport, share=True, listener=quiet, steps=10 * WARM_UP_STEPS * STEPS[1]) as trainer:
+    with Trainer(job, devices="cpu", transport=transport, share=True, listener=quiet, steps=MOST_STEPS) as trainer:
         for number, batch in enumerate(trainer.batches()):
             started = time.perf_counter()
             trainer.step(batch)

@@ -63,7 +63,10 @@ class _Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._children.close()
+        try:
+            self.end([])
+        finally:
+            self._children.close()
 
     def start(self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]) -> _Outcome | None:
         """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""

@@ -95,5 +95,6 @@ class _Team:
         if failure.kind and not failure.consequence:
             tell({"event": "failed", **asdict(failure)})
             raise EndedError(str(failure), failure.exit_code)
-        how = "has lost another one" if failure.consequence else cause.how_it_ended
+        killed = (cause.exit_code or 0) < 0
+        how = "has lost another one" if failure.consequence and not killed else cause.how_it_ended
         raise EndedError(f"{cause.name} of this worker {how}, so the worker ends.", 1)
