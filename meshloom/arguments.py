@@ -87,7 +87,7 @@ def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
     calibrate.add_argument("--out", metavar="FILE", help="write the measurements here (default: ~/.cache/meshloom/machines/HOST-DEVICE.json)")
     calibrate.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long a rank waits for another (default: 60)")
     calibrate.add_argument("--part", help=argparse.SUPPRESS)  # for our own ranks: where their part of the measurements goes
-    calibrate.add_argument("--brief", action="store_true", help=argparse.SUPPRESS)
+    calibrate.add_argument("--company", help=argparse.SUPPRESS)  # the same for ranks of which there are not most
     calibrate.add_argument("--json", metavar="FILE", help=JSON_HELP)
 
 

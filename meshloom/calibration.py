@@ -9,12 +9,13 @@ Each number has processes of its own, with the threads that ranks of a plan of t
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from meshloom.comm.values import collect
 from meshloom.errors import PlanError
 from meshloom.launch import World, choose_devices, cores, default_ranks, open_world, run_ranks
 from meshloom.launch.transport import host_identity
-from meshloom.links import Link, Where
+from meshloom.links import Company, Crowd, Link, Where
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan
 from meshloom.planner.calibrate import machine_of, measure_operators
@@ -32,7 +33,6 @@ from meshloom.planner.crowds import measure_crowds
 from meshloom.planner.links import measure_algorithms, measure_links, transport_of
 
 MOST_RANKS = 8  # on CPUs, unless more are asked for
-BRIEF: dict[str, Any] = {"seconds": 0.2, "rounds": 1}  # for operators, where those of more ranks count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,47 +78,53 @@ def measure_machine(request: Request) -> Machine | int:
     numbers = numbers_of_ranks(request.num_ranks)
     if not numbers:
         return measure_here(replace(request, devices=kind, ranks=1))
-    found: list[Machine] = []
+    companies: list[Company] = []
     with tempfile.TemporaryDirectory(prefix="meshloom-") as directory:
+        part = Path(directory) / "part.json"
         for number in numbers:
-            part = Path(directory) / f"{number}.json"
-            words = ["calibrate", "--devices", kind, "--transport", request.transport, "--timeout", str(request.timeout_seconds), "--part", str(part)]
-            if number < numbers[-1]:
-                words.append("--brief")
+            words = ["calibrate", "--devices", kind, "--transport", request.transport, "--timeout", str(request.timeout_seconds)]
+            words += ["--part" if number == numbers[-1] else "--company", str(part)]
             code = run_ranks([sys.executable, "-m", "meshloom", *words], Mesh(dp=number), kind, str(Plan(dp=number)), transport=request.transport)
             if code:
                 return code
-            found.append(load(part))
-    return joined(found)
+            if number < numbers[-1]:
+                companies.append(Company.from_values(json.loads(part.read_text(encoding="utf-8"))))
+        return joined(companies, load(part))
 
 
-def measure_here(request: Request, *, brief: bool = False) -> Machine:
-    """What the ranks of this run, of which this process is one, measure together; or this process alone. brief: operators are of no interest."""
+def measure_here(request: Request) -> Machine:
+    """What the ranks of this run, of which this process is one, measure together; or this process alone."""
     num_ranks = default_ranks("cpu")
-    links: dict[tuple[int, Where], tuple[Link, ...]] = {}
     with open_world(Mesh(dp=num_ranks), request.devices, request.timeout_seconds, request.transport) as world:
         here = world.local[0]
-        operators = measure_operators(here.device, **(BRIEF if brief else {}))
-        place: Where = "inside" if len(set(_hosts(world))) == 1 else "between"
-        alike = place == "inside" and here.device.type == "cpu"  # ranks of several hosts do not slow each other down
-        crowds = measure_crowds(here.groups["dp"]) if num_ranks > 1 and alike else ()
-        _add_links(links, world)
-        spelled = measure_algorithms(here.groups["dp"], here.device, place=place) if num_ranks > 1 and here.device.type == "cpu" else ()
+        operators = measure_operators(here.device)
+        company = _company(world)
         transport = transport_of(here.groups["dp"], here.device) if num_ranks > 1 else ""
+    links = [*company.links]
     for size in range(2, num_ranks):
         if num_ranks % size == 0:
             mesh = Mesh(dp=num_ranks // size, tp=size)
             with open_world(mesh, request.devices, request.timeout_seconds, request.transport) as divided:
-                _add_links(links, divided)
-    return machine_of(
-        operators,
-        [*(link for key in sorted(links) for link in links[key]), *spelled],
-        here.device,
-        cores=cores(),
-        crowds=crowds,
-        ranks=num_ranks,
-        transport=transport,
-    )
+                links += _links(divided, {(each.ranks, each.place) for each in links})
+    return machine_of(operators, links, here.device, cores=cores(), crowds=company.crowds, ranks=num_ranks, transport=transport)
+
+
+def measure_company(request: Request) -> Company:
+    """What the ranks of this run, of which this process is one, measure of each other."""
+    with open_world(Mesh(dp=default_ranks("cpu")), request.devices, request.timeout_seconds, request.transport) as world:
+        return _company(world)
+
+
+def _company(world: World) -> Company:
+    here = world.local[0]
+    group = here.groups["dp"]
+    if group.size == 1:
+        return Company(links=(), crowds=())
+    place: Where = "inside" if len(set(_hosts(world))) == 1 else "between"
+    on_cpus = here.device.type == "cpu"
+    crowds = measure_crowds(group) if place == "inside" and on_cpus else ()  # ranks of several hosts do not slow each other down
+    spelled = measure_algorithms(group, here.device, place=place) if on_cpus else ()
+    return Company(links=(*_links(world, set()), *spelled), crowds=crowds)
 
 
 def numbers_of_ranks(most: int) -> list[int]:
@@ -130,21 +136,30 @@ def numbers_of_ranks(most: int) -> list[int]:
     return [number for number in range(2, most + 1) if number <= 4 or number == most or number & (number - 1) == 0]
 
 
-def joined(parts: Sequence[Machine]) -> Machine:
-    """The measurements of several numbers of ranks as one; operators are those of the most."""
-    last = parts[-1]
-    links = tuple(link for part in parts for link in part.links)
-    crowds = {(each.ranks, each.threads): each for part in parts for each in part.crowds}  # of those measured twice the later
-    return replace(last, links=links, crowds=tuple(crowds[key] for key in sorted(crowds)))
+def joined(companies: Sequence[Company], machine: Machine) -> Machine:
+    """`machine`, which most ranks have measured, with what fewer of them have of each other. Of a crowd that was measured several times the median."""
+    links = (*(link for company in companies for link in company.links), *machine.links)
+    measured: dict[tuple[int, int], list[Crowd]] = {}
+    for crowd in (*(each for company in companies for each in company.crowds), *machine.crowds):
+        measured.setdefault((crowd.ranks, crowd.threads), []).append(crowd)
+    crowds = [
+        replace(found[0], compute=statistics.median(each.compute for each in found), memory=statistics.median(each.memory for each in found))
+        for _, found in sorted(measured.items())
+    ]
+    return replace(machine, links=links, crowds=tuple(crowds))
 
 
-def _add_links(links: dict[tuple[int, Where], tuple[Link, ...]], world: World) -> None:
-    """Of the groups that this rank is in; the other ranks of each decide alike."""
+def _links(world: World, known: Set[tuple[int, Where]]) -> list[Link]:
+    """Of the groups that this rank is in; the other ranks of each decide alike. known: sizes and places that were measured before."""
     here, hosts = world.local[0], _hosts(world)
+    measured = set(known)
+    found: list[Link] = []
     for axis, group in here.groups.items():
         place: Where = "inside" if len({hosts[rank] for rank in world.mesh.group_of(axis, here.rank)}) == 1 else "between"
-        if group.size > 1 and (group.size, place) not in links:
-            links[group.size, place] = measure_links(group, here.device, among=world.mesh.size, place=place)
+        if group.size > 1 and (group.size, place) not in measured:
+            measured.add((group.size, place))
+            found += measure_links(group, here.device, among=world.mesh.size, place=place)
+    return found
 
 
 def _hosts(world: World) -> list[str]:

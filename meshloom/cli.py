@@ -20,7 +20,7 @@ from meshloom.asynchronous.options import check_asynchronous, circumstances_of, 
 from meshloom.asynchronous.playing import join
 from meshloom.asynchronous.processes import ProcessRun
 from meshloom.at_hand import Wish, devices_for
-from meshloom.calibration import Request, measure_here, measure_machine
+from meshloom.calibration import Request, measure_company, measure_here, measure_machine
 from meshloom.cluster import load, machine_file, save
 from meshloom.errors import JobError, PlanError
 from meshloom.graph.chosen import text_of
@@ -324,7 +324,12 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure with ranks of our own, or as one of those that were started; the first of them writes and prints."""
     started = time.perf_counter()
     request = Request(devices=arguments.devices, ranks=arguments.ranks, transport=arguments.transport, timeout_seconds=arguments.timeout)
-    machine = measure_here(request, brief=arguments.brief) if is_rank() else measure_machine(request)
+    if arguments.company:
+        company = measure_company(request)
+        if is_first_rank():
+            Path(arguments.company).write_text(company.to_json(), encoding="utf-8")
+        return 0
+    machine = measure_here(request) if is_rank() else measure_machine(request)
     if isinstance(machine, int):
         return machine
     if not is_first_rank():

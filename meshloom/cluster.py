@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from meshloom.errors import MachineError
-from meshloom.links import COLLECTIVES, Collective, Crowd, Link, Where, seconds_of, slowdown
+from meshloom.links import COLLECTIVES, Collective, Company, Crowd, Link, Where, seconds_of, slowdown
 
 # Kinds of operators that share a curve. The first three are counted in FLOPs, the others in bytes read and written.
 Kind = Literal["matmul", "attention", "convolution", "elementwise", "activation", "normalization", "softmax", "reduction", "gather", "draw"]
@@ -242,8 +242,8 @@ def _on_curve(points: Sequence[tuple[float, float]], work: float) -> float:
 def _machine(found: Mapping[str, Any]) -> Machine:
     plain = {key: value for key, value in found.items() if key not in ("schema", "operations", "links", "crowds")}
     operations = tuple(Operation(**(each | {"points": _points(each["points"])})) for each in found["operations"])
-    links = tuple(Link(**(each | {"points": _points(each.get("points", ()))})) for each in found["links"])
-    return Machine(**plain, operations=operations, links=links, crowds=tuple(Crowd(**each) for each in found["crowds"]))
+    company = Company.from_values(found)
+    return Machine(**plain, operations=operations, links=company.links, crowds=company.crowds)
 
 
 def _points(found: Any) -> Any:

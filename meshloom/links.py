@@ -9,11 +9,12 @@ seconds of a collective                     seconds of an operator
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from meshloom.errors import MachineError
 
@@ -91,6 +92,28 @@ class Crowd:
                 f"{self.ranks!r} ranks of {self.threads!r} threads that take {self.compute!r} and {self.memory!r} times as long are no measurement. "
                 "Calibrate again."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Company:
+    """What ranks that run together have measured of each other: how they talk, and how much they slow each other down."""
+
+    links: tuple[Link, ...]
+    crowds: tuple[Crowd, ...]
+
+    def to_json(self) -> str:
+        """For `from_json`, of one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_values(cls, found: Mapping[str, Any]) -> Company:
+        """From what JSON gives: the fields of each link and crowd. Raises `MachineError`, or what its absence or type does, if one is wrong."""
+
+        def link(values: Mapping[str, Any]) -> Link:
+            points: Any = tuple((float(num_bytes), float(seconds)) for num_bytes, seconds in values.get("points", ()))
+            return Link(**{**values, "points": points})
+
+        return cls(links=tuple(map(link, found["links"])), crowds=tuple(Crowd(**each) for each in found["crowds"]))
 
 
 def seconds_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from meshloom.calibration import Request, joined, numbers_of_ranks
 from meshloom.cli import main
 from meshloom.cluster import KINDS, load
 from meshloom.errors import PlanError
-from meshloom.links import COLLECTIVES, Crowd, Link
+from meshloom.links import COLLECTIVES, Company, Crowd, Link
 from meshloom.planner.calibrate import machine_of, measure_operators
 
 
@@ -73,15 +72,16 @@ def test_every_number_of_ranks_up_to_four_is_measured_with_its_divisors(tmp_path
 
 
 def test_parts_are_joined_and_operators_are_those_of_most_ranks():
-    def part(ranks: int, factor: float) -> Any:
+    def company(ranks: int, factor: float, again: float = 1.0) -> Company:
         link = Link(collective="send", ranks=ranks, latency_seconds=factor, bytes_per_second=1.0, residual=0.0)
-        crowds = (Crowd(ranks=1, threads=1, compute=1.0, memory=1.0), Crowd(ranks=ranks, threads=1, compute=factor, memory=factor))
-        return example(links=(link,), crowds=crowds, ranks=ranks, call_seconds=factor)
+        factors = {1: 1.0, 2: again, ranks: factor}
+        return Company(links=(link,), crowds=tuple(Crowd(ranks=n, threads=1, compute=each, memory=2 * each) for n, each in factors.items()))
 
-    whole = joined([part(2, 2.0), part(3, 3.0)])
-    assert whole.ranks == 3 and whole.call_seconds == 3.0
-    assert [link.ranks for link in whole.links] == [2, 3]
-    assert [(crowd.ranks, crowd.compute) for crowd in whole.crowds] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    most = company(4, 4.0, again=7.0)
+    whole = joined([company(2, 2.0), company(3, 3.0, again=2.5)], example(links=most.links, crowds=most.crowds, ranks=4, call_seconds=4.0))
+    assert whole.ranks == 4 and whole.call_seconds == 4.0
+    assert [link.ranks for link in whole.links] == [2, 3, 4]
+    assert [(crowd.ranks, crowd.compute, crowd.memory) for crowd in whole.crowds] == [(1, 1.0, 2.0), (2, 2.5, 5.0), (3, 3.0, 6.0), (4, 4.0, 8.0)]
     assert numbers_of_ranks(6) == [2, 3, 4, 6]
 
 

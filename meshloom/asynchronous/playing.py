@@ -17,6 +17,7 @@ from meshloom.comm.keys import read_worker_key
 from meshloom.errors import PlanError
 from meshloom.job import Job
 from meshloom.jobfile import load_job
+from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.role import Role
 from meshloom.launch.signals import noted_signals
 from meshloom.launch.team import run_team
@@ -28,6 +29,7 @@ _FOR_EVER_SECONDS = 1e7  # how long a rank waits for what its worker is given
 
 def play(role: Role) -> None:
     """Be what the launcher has started this process as, until the run is over or the launcher says so."""
+    keep_freed_memory()
     with noted_signals() as signals:
         job, plan = load_job(role.target), Plan.parse(role.plan)
         assert job is not None, "the launcher has loaded it"
@@ -48,6 +50,7 @@ def join(job: Job, target: str, plan: Plan | None, address: str, key: Path, time
         kind="worker", target=target, plan="", settings="", number=0, start=1, directory=str(key.parent),
         addresses=(address,), head="", key=str(key), timeout_seconds=timeout_seconds,
     )  # fmt: skip
+    keep_freed_memory()
     with noted_signals() as signals:
         _work(role, job, plan, signals)
 

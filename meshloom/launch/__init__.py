@@ -19,7 +19,7 @@ The store in which ranks meet is the launcher's, on a port that the kernel picke
     rank_process.py  one rank, as the launcher sees it         guard.py         the process that outlives a killed launcher
     hang.py          which rank hangs, if one does             transport.py     what ranks talk through, and why
     connecting.py    the groups of a rank                      signals.py       signals that are noted
-    children.py      processes started here: heard, ended
+    children.py      processes started here: heard, ended      allocator.py     freed memory is kept for the next step
 
 An asynchronous plan has servers and workers in the place of ranks: elastic.py starts them, and servers again; team.py starts the
 ranks of a worker that is several; role.py is what each is told.

@@ -69,6 +69,11 @@ def threads_per_rank(num_ranks: int) -> int:
     return int(said) if said.isdecimal() and int(said) else max(1, cores() // num_ranks)
 
 
+def allocator_is_set() -> bool:
+    """Whether the user has told glibc's allocator what to do, in one of its two ways."""
+    return any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seat:
     """What a process that was started as a rank has been told."""

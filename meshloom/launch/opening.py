@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from meshloom.errors import DeviceError, PlanError
+from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.devices import check_devices
 from meshloom.launch.environment import current_seat
 from meshloom.launch.joining import join
@@ -36,6 +37,9 @@ def open_world(mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0
             f"The plan needs {counted(mesh.size, 'rank')} ({sizes(mesh)}), but {started} started. "
             f"Start {mesh.size} (torchrun --nproc-per-node {mesh.size} on one machine), or use a plan of {size}, like dp={size}."
         )
-    if seat and size > 1:
-        return join(mesh, seat, devices, timedelta(seconds=timeout_seconds), transport, algorithm)
-    return world_in_one_process(mesh, devices, algorithm)
+    several = seat if size > 1 else None
+    timeout = timedelta(seconds=timeout_seconds)
+    world = join(mesh, several, devices, timeout, transport, algorithm) if several else world_in_one_process(mesh, devices, algorithm)
+    if world.local[0].device.type == "cpu":
+        keep_freed_memory()
+    return world

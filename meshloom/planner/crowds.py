@@ -8,6 +8,7 @@ busy ranks    rank 0   rank 1   rank 2   rank 3
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -18,25 +19,30 @@ import torch
 from meshloom.comm.group import Group
 from meshloom.links import Crowd
 
-CROWD_SECONDS = 0.15  # of each kind of operator for each number of busy ranks, in all rounds
-ROUNDS = 3  # over all numbers of ranks: what disturbs the machine for a while disturbs one
+PIECE_SECONDS = 0.02  # of one kind of operator, alone: as long as a small step
+REPEATS = 1
+ROUNDS = 5  # over all numbers of ranks: what disturbs the machine for a while disturbs one
 _WIDTH = 192  # a product of matrices that stay in a core's cache
 _ELEMENTS = (1 << 17, 1 << 22)  # of sums: in the cache that cores share, also when all of them are busy; and in no cache, also when one is
 
 
-def measure_crowds(group: Group, *, seconds: float = CROWD_SECONDS) -> tuple[Crowd, ...]:
+def measure_crowds(group: Group, *, seconds: float = PIECE_SECONDS) -> tuple[Crowd, ...]:
     """For 1, 2, 4, ... and all ranks of `group`, which are all there is on this machine's CPU; each rank keeps the threads that it has.
+
+    All busy ranks have the same to do, and the last one to be done with it counts, as in a step: where cores are not shared out evenly, some wait for
+    others. seconds: of what each does, alone.
 
     Of memory the geometric mean of both kinds of sums. Between them lies a cliff, on either side of which a job may be: where all busy ranks together
     have as much as the cache holds.
     """
     operators = [_products(), *map(_sums, _ELEMENTS)]
+    counts = [_count(group, operate, seconds) for operate in operators]
     numbers = _numbers(group.size)
-    rounds = [[[_rate(group, busy, operate, seconds / ROUNDS) for operate in operators] for busy in numbers] for _ in range(ROUNDS)]
-    rates = [[statistics.median(each) for each in zip(*of_busy, strict=True)] for of_busy in zip(*rounds, strict=True)]
+    rounds = [[[_seconds(group, busy, *each) for each in zip(operators, counts, strict=True)] for busy in numbers] for _ in range(ROUNDS)]
+    took = [[statistics.median(itertools.chain(*each)) for each in zip(*of_busy, strict=True)] for of_busy in zip(*rounds, strict=True)]
     found: list[Crowd] = []
-    for busy, mine in zip(numbers, rates, strict=True):
-        compute, *memory = (alone / now for alone, now in zip(rates[0], mine, strict=True))
+    for busy, mine in zip(numbers, took, strict=True):
+        compute, *memory = (now / alone for alone, now in zip(took[0], mine, strict=True))
         found.append(
             Crowd(ranks=busy, threads=torch.get_num_threads(), compute=round(compute, 4), memory=round(math.prod(memory) ** (1 / len(memory)), 4))
         )
@@ -52,20 +58,32 @@ def _numbers(most: int) -> list[int]:
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
-def _rate(group: Group, busy: int, operate: Callable[[], object], seconds: float) -> float:
-    """Operators a second of each of the first `busy` ranks, on average, while they all work; the same on every rank."""
+def _count(group: Group, operate: Callable[[], object], seconds: float) -> int:
+    """How many operators take rank 0 so long, while the others wait; the same on every rank."""
+    count = torch.zeros(1, dtype=torch.int64)
     operate()
     group.barrier().wait()
-    mine = torch.zeros(1, dtype=torch.float64)
-    if group.rank < busy:
-        started = time.perf_counter()
-        count = 0
-        while time.perf_counter() < started + seconds:
+    if group.rank == 0:
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
             operate()
             count += 1
-        mine += count / (time.perf_counter() - started)
-    group.all_reduce(mine).wait()
-    return float(mine) / busy
+    group.broadcast(count, 0).wait()
+    return max(1, int(count))
+
+
+def _seconds(group: Group, busy: int, operate: Callable[[], object], count: int) -> list[float]:
+    """Until each of the first `busy` ranks has done so many operators, once for each repeat. Medians of them are the same on all ranks, or nearly."""
+    found: list[float] = []
+    for _ in range(REPEATS):
+        group.barrier().wait()
+        started = time.perf_counter()
+        if group.rank < busy:
+            for _ in range(count):
+                operate()
+        group.barrier().wait()
+        found.append(time.perf_counter() - started)
+    return found
 
 
 def _products() -> Callable[[], object]:

@@ -38,8 +38,8 @@ from meshloom.state.team_data import open_team_reader
 
 T = TypeVar("T")
 WARM_UP_STEPS = 2  # optimizer state is made in the first, memory is touched, kernels are chosen
-STEPS = (2, 15)  # least and most that count
-SECONDS = 0.5  # of one rank's own clock, after which there are enough
+STEPS = (3, 15)  # least and most that count
+SECONDS = 0.6  # of one rank's own clock, after which there are enough
 
 
 def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimizer_factor: float = 2.0) -> Rehearsal:
@@ -56,25 +56,17 @@ def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimiz
     torch.set_num_threads(threads)
     try:
         with preserved_draws(), _ranks(job, plan, common_memory) as ranks:
-            shares = ranks.run(lambda rank: _read(job, plan, rank))
-            first = ranks.run(lambda rank: _watched_step(rank, shares[rank.number]))
-            for step in range(1, WARM_UP_STEPS):
-                ranks.run(lambda rank, step=step: rank.replica.step(step, shares[rank.number]))
-            cycle = plan.local_steps if plan.local else 1
-            steps: list[tuple[RankStep, ...]] = []
-            while not _enough(steps, cycle):
-                number = WARM_UP_STEPS + len(steps)
-                steps.append(tuple(ranks.run(lambda rank, number=number: _timed_step(rank, number, shares[rank.number]))))
+            timed = [_Timed(cycle=plan.local_steps if plan.local else 1) for _ in ranks.all]
+            ranks.run(lambda rank: _take_part(job, plan, rank, timed))
             replicas = [rank.replica for rank in ranks.all]
             staged = replicas[0].staged
-            filled = sum(1 for chunk in shares[0] if chunk.samples)
             return Rehearsal(
                 plan=plan,
                 threads=threads,
                 places=tuple(rank.place for rank in ranks.all),
-                steps=tuple(steps),
-                held=tuple(_held(replica, kept, optimizer_factor) for replica, kept in zip(replicas, first, strict=True)),
-                schedule=staged.staging.schedule(filled) if staged and plan.pp > 1 else None,
+                steps=tuple(zip(*(each.steps for each in timed), strict=True)),
+                held=tuple(_held(replica, each.kept, optimizer_factor) for replica, each in zip(replicas, timed, strict=True)),
+                schedule=staged.staging.schedule(timed[0].num_filled) if staged and plan.pp > 1 else None,
                 one_copy=replicas[0].exchange.one_copy,
             )
     finally:
@@ -100,6 +92,23 @@ class _Rank:
     @property
     def rank(self) -> int:
         return self.number
+
+
+@dataclass(kw_only=True)
+class _Timed:
+    """What a rank has done. cycle: after how many steps they repeat. num_filled: of its chunks, those with samples. kept: bytes, for backwards."""
+
+    cycle: int
+    num_filled: int = 0
+    kept: int = 0
+    steps: list[RankStep] = field(default_factory=list)
+
+    def are_enough(self, number: int) -> bool:
+        """Whether the first so many steps will do."""
+        least, most = (each * self.cycle for each in STEPS)
+        if number % self.cycle or number < least:
+            return False
+        return number >= most or sum(each.seconds for each in self.steps[:number]) >= SECONDS
 
 
 class _Ranks:
@@ -163,6 +172,21 @@ def _seats(mesh: Mesh, turns: Turns, common_memory: bool) -> list[_Rank]:
     ]
 
 
+def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> Steps[None]:
+    """All steps of one rank, in one thread: kernels and pools of threads that a thread has made are its own. timed: [rank]."""
+    mine = timed[rank.number]
+    chunks = yield from _read(job, plan, rank)
+    mine.num_filled = sum(1 for chunk in chunks if chunk.samples)
+    mine.kept = yield from _watched_step(rank, chunks)
+    for step in range(1, WARM_UP_STEPS):
+        yield from rank.replica.step(step, chunks)
+    number = 0
+    while not timed[0].are_enough(number):
+        mine.steps.append((yield from _timed_step(rank, WARM_UP_STEPS + number, chunks)))
+        number += 1
+        rank.world.barrier().wait()  # so that all ranks decide by the same steps
+
+
 def _read(job: Job, plan: Plan, rank: _Rank) -> Steps[list[Chunk]]:
     """The rank's share of the first batch."""
     if rank.team is None:
@@ -207,13 +231,6 @@ def _held(replica: Replica, kept: int, optimizer_factor: float) -> Held:
         buffers=sum(each.nbytes for each in replica.model.buffers() if not each.is_meta),
         kept=kept,
     )
-
-
-def _enough(steps: Sequence[Sequence[RankStep]], cycle: int) -> bool:
-    """Whether so many steps will do. cycle: after how many steps they repeat."""
-    least, most = (number * cycle for number in STEPS)
-    seconds = sum(step[0].seconds for step in steps)
-    return len(steps) % cycle == 0 and len(steps) >= least and (len(steps) >= most or seconds >= SECONDS)
 
 
 def _check_room(replica: Replica, num_ranks: int) -> None:

@@ -53,7 +53,7 @@ class Places:
 
 
 def price_step(rehearsal: Rehearsal, machine: Machine, *, memory_share: float = 0.5, places: Places | None = None) -> StepPrice:
-    """Of the typical rehearsed step, or the mean over a round of local steps.
+    """Of the median of the rehearsed steps, or the mean over a round of local steps.
 
     memory_share: of a rank's time, moving memory (`Machine.slowdown`). Raises `MachineError` if the machine was calibrated with one rank.
     """
@@ -61,8 +61,7 @@ def price_step(rehearsal: Rehearsal, machine: Machine, *, memory_share: float = 
     prices = [pricer.price(step) for step in rehearsal.steps]
     if rehearsal.plan.local:
         return _mean(prices)
-    # The lower quartile: what else runs on the machine only adds time.
-    return sorted(prices, key=lambda each: each.seconds)[(len(prices) - 1) // 4]
+    return sorted(prices, key=lambda each: each.seconds)[(len(prices) - 1) // 2]
 
 
 class _Pricer:

@@ -1,0 +1,46 @@
+"""Memory that tensors have freed is there for the next ones, unless the user has set the allocator."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is known")
+
+# Prints whether memory is kept, and how many pages the system had to hand out in rounds that allocate, write and free 80 MiB.
+PROGRAM = """
+import resource
+import torch
+from meshloom.launch.allocator import keep_freed_memory
+
+kept = keep_freed_memory()
+for number in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.zeros(5 << 20) for _ in range(4)]
+    for each in tensors:
+        each.add_(1)
+    del each, tensors
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def run(**environment: str) -> tuple[bool, int]:
+    """Whether memory was kept, and the pages of the last round."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
+    found = subprocess.run([sys.executable, "-c", PROGRAM], env={**clean, **environment}, check=True, capture_output=True, text=True).stdout.split()
+    return found[0] == "True", int(found[1])
+
+
+def test_freed_memory_is_kept():
+    kept, pages = run()
+    assert kept and pages < 100
+
+
+@pytest.mark.parametrize("setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}])
+def test_what_the_user_has_set_stays(setting: dict[str, str]):
+    kept, pages = run(**setting)
+    assert not kept and pages > 4000
