@@ -65,6 +65,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--try", type=int, metavar="N", help="train a few steps under the N plans that look fastest, and recommend by what they took")
     plan.add_argument("--trial", help=argparse.SUPPRESS)  # for our own ranks: where rank 0 writes what a step took
     plan.add_argument("--trial-steps", type=int, default=1, help=argparse.SUPPRESS)
+    plan.add_argument("--companion", help=argparse.SUPPRESS)  # for our own companions: the descriptors of two pipes
     plan.add_argument("--json", metavar="FILE", help=JSON_HELP)
 
 

@@ -22,13 +22,14 @@ from meshloom.asynchronous.processes import ProcessRun
 from meshloom.at_hand import Wish, devices_for
 from meshloom.calibration import Request, measure_company, measure_here, measure_machine
 from meshloom.cluster import load, machine_file, save
+from meshloom.companions import advise_beside, be_companion
 from meshloom.errors import JobError, PlanError
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import check_target, load_job
 from meshloom.launch import choose_devices, choose_for_workers, default_ranks, is_first_rank, is_rank, leave, report_failure, run_ranks
 from meshloom.plan import Plan, num_bytes_of
-from meshloom.planner.advise import advise, finalists, tried
+from meshloom.planner.advise import finalists, tried
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.staged import stage_plan, staged
@@ -109,6 +110,9 @@ def _run_here(arguments: argparse.Namespace) -> int:
         if arguments.verb == "plan":
             if arguments.trial:
                 try_here(job, arguments.transport, arguments.trial_steps, Path(arguments.trial))
+                return 0
+            if arguments.companion:
+                be_companion(job, [int(each) for each in arguments.companion.split(",")])
                 return 0
             return _advise(arguments, job, records)
         terminal = Terminal(Console(stderr=arguments.json == "-"))
@@ -292,7 +296,7 @@ def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
     if isinstance(devices, int):
         return devices
     with console.status("") as status:
-        found = advise(job, devices, plans=plans, tell=status.update)
+        found = advise_beside(job, arguments.target, devices, plans=plans, tell=status.update)
         if tries:
             measured = try_plans(finalists(found, tries), arguments.target, arguments.transport, status.update)
             if isinstance(measured, int):

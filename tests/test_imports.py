@@ -17,7 +17,7 @@ ORDER = [
     ["__main__"],
     ["cli"],
     ["__init__"],
-    ["verify", "at_hand", "trials", "arguments"],
+    ["verify", "at_hand", "trials", "companions", "arguments"],
     ["calibration"],
     ["trainer"],
     ["asynchronous"],

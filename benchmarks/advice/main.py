@@ -27,9 +27,10 @@ from jobs import JOBS
 
 from meshloom.at_hand import Wish, devices_for
 from meshloom.cluster import load, machine_file
+from meshloom.companions import advise_beside
 from meshloom.launch import run_ranks
 from meshloom.plan import Plan
-from meshloom.planner.advise import advise, finalists, recommended, tried
+from meshloom.planner.advise import finalists, recommended, tried
 from meshloom.planner.pricing import Devices, Option
 from meshloom.trials import try_plans
 
@@ -124,8 +125,9 @@ def main() -> int:
 
 def _round(name: str, number: int, devices: Devices, path: Path) -> Round:
     """Advice, trials, and a run of each plan, there or back."""
-    advice = advise(JOBS[name], devices, plans=map(Plan.parse, PAIRS[name]))
-    trials = try_plans(finalists(advice, TRIED), f"{Path(__file__).with_name('jobs.py')}:{name}", "auto", lambda text: None)
+    target = f"{Path(__file__).with_name('jobs.py')}:{name}"
+    advice = advise_beside(JOBS[name], target, devices, plans=[*map(Plan.parse, PAIRS[name])])
+    trials = try_plans(finalists(advice, TRIED), target, "auto", lambda text: None)
     assert not isinstance(trials, int)
     by_price, after_trials = advice.recommended, tried(advice, trials).recommended
     assert by_price and after_trials

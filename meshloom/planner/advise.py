@@ -10,7 +10,7 @@ try some of them             the same by what their steps took, if asked for (tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from meshloom.errors import CaptureError, MeshloomError, PlanError
@@ -30,6 +30,7 @@ class Advice:
     """Options that fit, fastest first, then those that do not; before them what was tried. refused: plan -> why it cannot run this job.
 
     one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data parallelism. exchange: which one, in a sentence.
+    factors: what `beside` has measured.
     """
 
     options: tuple[Option, ...]
@@ -41,6 +42,7 @@ class Advice:
     work: Work | None
     speedups: tuple[Speedup, ...]
     exchange: str
+    factors: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def fits_on_one(self) -> bool:
@@ -48,12 +50,23 @@ class Advice:
         return self.one_device.peak <= self.one_device_limit
 
 
-def advise(job: Job, devices: Devices, *, plans: Iterable[Plan] | None = None, tell: Callable[[str], None] = lambda text: None) -> Advice:
+def advise(
+    job: Job,
+    devices: Devices,
+    *,
+    plans: Iterable[Plan] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    beside: Callable[[], Mapping[int, float]] = dict,
+) -> Advice:
     """Price `plans`, or those that are worth it on these devices. tell: hears which plan is looked at.
+
+    beside: how much longer so many ranks take that compute this job at once than one alone; without it, what was measured of the machine counts.
 
     Raises `PlanError` if none of them can run the job, with what was wrong with the last, and what the job raises.
     """
     pricer = Pricer(job, devices)
+    factors = beside()
+    pricer.heed(factors)
     limit = devices.memory_bytes if pricer.one_device.peak > devices.limit(1) else 0
     every = candidates(devices.num_ranks, job.batch_size, zero=not devices.common_memory, memory_bytes=limit)
     wanted = list(every if plans is None else plans)
@@ -81,6 +94,7 @@ def advise(job: Job, devices: Devices, *, plans: Iterable[Plan] | None = None, t
             work=work,
             speedups=speedups,
             exchange=exchange_reason(options, devices) if plans is None else "",
+            factors=MappingProxyType(dict(factors)),
         )
     )
 

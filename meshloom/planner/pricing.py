@@ -12,6 +12,7 @@ from meshloom.graph.program import Program
 from meshloom.graph.seconds import kind_of, node_seconds, program_seconds
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
+from meshloom.links import Crowd
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.planner.amdahl import Work, bound, with_communication
 from meshloom.planner.measure import measure_memory
@@ -113,6 +114,12 @@ class Pricer:
         self._optimizer_factor = one.optimizer / one.parameters if one.parameters else OPTIMIZER_FACTOR
         self._memory_share = self._share_of_memory()
         self._speed = self._relative_speed()
+        self._machine = devices.machine
+
+    def heed(self, factors: Mapping[int, float]) -> None:
+        """What was measured of this job on the machine in question: ranks that compute at once -> how many times longer each takes than alone."""
+        crowds = crowds_of(self._machine, factors, self._devices.threads_of, self._memory_share)
+        self._machine = replace(self._machine, crowds=crowds)
 
     def price(self, plan: Plan) -> Option:
         """Rehearse a plan and price it. Raises `PlanError` or `CaptureError` if it cannot run the job."""
@@ -144,7 +151,7 @@ class Pricer:
         return work, tuple(found)
 
     def _price(self, rehearsal: Rehearsal) -> StepPrice:
-        return price_step(rehearsal, self._devices.machine, memory_share=self._memory_share, places=self._devices.places)
+        return price_step(rehearsal, self._machine, memory_share=self._memory_share, places=self._devices.places)
 
     def _rehearsed(self, plan: Plan, threads: int) -> Rehearsal:
         found = rehearse(
@@ -206,6 +213,24 @@ class Pricer:
             raise MachineError(f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}")
         program = self._program(self._job.batch_size)
         return program_seconds(program, self._priced, there).total / program_seconds(program, self._priced, here).total
+
+
+def crowds_of(machine: Machine, factors: Mapping[int, float], threads_of: Callable[[int], int], memory_share: float) -> tuple[Crowd, ...]:
+    """Crowds of one job. factors: of so many of its ranks, which have cores of their own.
+
+    For numbers of ranks without a factor, the nearest one with as many threads, in proportion to the machine's crowds.
+    """
+
+    def of_machine(ranks: int, threads: int) -> float:
+        return machine.slowdown(ranks, threads, memory_share)
+
+    found: dict[tuple[int, int], float] = {(ranks, threads_of(ranks)): factor for ranks, factor in factors.items()}
+    for ranks, threads in {(each.ranks, each.threads) for each in machine.crowds if each.ranks > 1} - found.keys():
+        known = [each for each in factors if threads_of(each) == threads]
+        nearest = min(known, key=lambda each: abs(each - ranks), default=1)
+        factor = factors.get(nearest, 1.0) * of_machine(ranks, threads) / of_machine(nearest, threads)
+        found[ranks, threads] = max(1.0, factor)
+    return tuple(Crowd(ranks=ranks, threads=threads, compute=factor, memory=factor) for (ranks, threads), factor in sorted(found.items()))
 
 
 def at_speed(rehearsal: Rehearsal, factor: float) -> Rehearsal:

@@ -51,6 +51,8 @@ def print_advice(advice: Advice, console: Console) -> None:
         _line(
             console, "bound: 1 / (1 - f + f/n), every rank with cores of its own; predicted: with cores and memory shared as they are on this machine"
         )
+    for ranks, factor in advice.factors.items():
+        _line(console, f"{ranks} ranks that compute this job at once take {factor:.2f} times as long as one alone, each with a share of the cores")
     for plan, why in advice.refused.items():
         _line(console, f"not possible: {plan}: {why}")
     if was_tried:
@@ -63,10 +65,11 @@ def advice_records(advice: Advice) -> list[dict[str, Any]]:
     one = {"memory_bytes": advice.one_device.peak, "limit_bytes": advice.one_device_limit, "fits": advice.fits_on_one}
     options = [{"event": "plan", **option_record(each)} for each in advice.options]
     refused = [{"event": "refused", "plan": plan, "why": why} for plan, why in advice.refused.items()]
+    crowds = [{"event": "crowd", "ranks": ranks, "factor": factor} for ranks, factor in advice.factors.items()]
     speedups = [{"event": "speedup", **vars(each)} for each in advice.speedups]
     best = advice.recommended
     chosen = {"plan": str(best.plan) if best else None, "why": advice.reason, "exchange": advice.exchange}
-    return [{"event": "one_device", **one}, *options, *refused, *speedups, {"event": "recommended", **chosen}]
+    return [{"event": "one_device", **one}, *options, *refused, *crowds, *speedups, {"event": "recommended", **chosen}]
 
 
 def option_record(option: Option) -> dict[str, Any]:

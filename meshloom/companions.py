@@ -1,0 +1,196 @@
+"""How much a job's own chunks slow each other down when several ranks compute them at once, measured on this machine's CPU.
+
+    this process     steps alone   |   steps together   |   steps alone   |   ...        seconds of its processor
+    companion        stands still  |   steps            |   stands still  |
+
+Companions are processes that compute the same job for as long as they are told to. They end when this process does, however it does.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from meshloom.comm.cores import cores
+from meshloom.errors import MeshloomError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.planner.advise import Advice, advise
+from meshloom.planner.pricing import Devices
+from meshloom.random import preserved_draws
+from meshloom.report.progress import Listener
+from meshloom.trainer import Trainer
+
+ROUNDS = 5  # alone and together in turns, as machines are faster and slower from minute to minute
+SECONDS = 0.12  # of each turn, or one step
+START_SECONDS = 120.0  # until a companion has started and prepared
+TURN_SECONDS = 120.0  # until it stands still
+
+
+class Companions(AbstractContextManager["Companions"]):
+    """Processes that have loaded the job, as many as are needed beside this one. They start at once, and are waited for when they are needed.
+
+    target: the job's FILE.py:NAME. num_ranks: at most, of plans. threads_of: of each of so many ranks.
+    """
+
+    def __init__(self, target: str, num_ranks: int, threads_of: Callable[[int], int]) -> None:
+        self._threads_of = threads_of
+        self._numbers = numbers_beside(num_ranks, threads_of, cores())
+        self._all = [_Companion(target) for _ in range(max(self._numbers, default=1) - 1)]
+
+    def factors(self, job: Job) -> dict[int, float]:
+        """Ranks that compute at once, as many as there are cores for -> how many times longer each takes than alone.
+
+        Empty if the batch is too small to be divided, and if a companion or the job fails: then it is for those who train it to say why.
+        """
+        threads = torch.get_num_threads()
+        found: dict[int, float] = {}
+        try:
+            for number in self._numbers:
+                if number <= job.batch_size:
+                    torch.set_num_threads(self._threads_of(number))
+                    found[number] = self._factor(job, number)
+        except (MeshloomError, OSError):
+            return {}
+        finally:
+            torch.set_num_threads(threads)
+        return found
+
+    def _factor(self, job: Job, number: int) -> float:
+        beside = self._all[: number - 1]
+        for each in beside:
+            each.tell(f"prepare {number} {torch.get_num_threads()}")
+        alone: list[float] = []
+        together: list[float] = []
+        with preserved_draws(), _steps(job, number) as step:
+            for each in beside:
+                each.hear("ready", START_SECONDS)
+            for _ in range(ROUNDS):
+                alone += _turn(step)
+                for each in beside:
+                    each.tell("go")
+                together += _turn(step)
+                for each in beside:
+                    each.tell("stop")
+                for each in beside:
+                    each.hear("stopped", TURN_SECONDS)
+        return max(1.0, statistics.median(together) / statistics.median(alone))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        for each in self._all:
+            each.end()
+
+
+def advise_beside(
+    job: Job, target: str, devices: Devices, *, plans: Sequence[Plan] | None = None, tell: Callable[[str], None] = lambda text: None
+) -> Advice:
+    """As `advise`, of plans that run on this machine with companions beside it. target: the job's FILE.py:NAME."""
+    num_ranks = max((plan.mesh.size for plan in plans), default=1) if plans is not None else devices.num_ranks
+    if devices.here is not None and devices.here.name != devices.machine.name:
+        return advise(job, devices, plans=plans, tell=tell)
+    with Companions(target, num_ranks, devices.threads_of) as companions:
+
+        def beside() -> dict[int, float]:
+            tell("measuring how ranks slow each other down")
+            return companions.factors(job)
+
+        return advise(job, devices, plans=plans, tell=tell, beside=beside)
+
+
+def numbers_beside(num_ranks: int, threads_of: Callable[[int], int], num_cores: int) -> list[int]:
+    """Ranks that are measured at once: powers of two and the most, of those that have cores of their own.
+
+    >>> numbers_beside(4, lambda ranks: 1, 2), numbers_beside(6, lambda ranks: 1, 8), numbers_beside(4, lambda ranks: 4 // ranks, 4)
+    ([2], [2, 4, 6], [2, 4])
+    """
+    fitting = [number for number in range(2, num_ranks + 1) if number * threads_of(number) <= num_cores]
+    return [number for number in fitting if number == fitting[-1] or number & (number - 1) == 0]
+
+
+def be_companion(job: Job, descriptors: Sequence[int]) -> None:
+    """What a companion does until its orders end. descriptors: of two pipes, orders to read and answers to write."""
+    # Without buffers, so that what `select` says of the pipe is all there is to say.
+    orders, answers = os.fdopen(descriptors[0], "rb", buffering=0), os.fdopen(descriptors[1], "wb", buffering=0)
+    order = orders.readline().split()
+    while order:
+        _, number, threads = order
+        torch.set_num_threads(int(threads))
+        with _steps(job, int(number)) as step:
+            answers.write(b"ready\n")
+            order = orders.readline().split()
+            while order == [b"go"]:
+                while not select.select([orders], [], [], 0.0)[0]:
+                    step()
+                orders.readline()
+                answers.write(b"stopped\n")
+                order = orders.readline().split()
+
+
+class _Companion:
+    """One process, as this one sees it."""
+
+    def __init__(self, target: str) -> None:
+        their_orders, orders = os.pipe()
+        answers, their_answers = os.pipe()
+        descriptors = (their_orders, their_answers)
+        words = [sys.executable, "-m", "meshloom", "plan", target, "--companion", ",".join(map(str, descriptors))]
+        try:
+            self._process = subprocess.Popen(
+                words, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+        finally:
+            os.close(their_orders)
+            os.close(their_answers)
+        self._orders, self._answers = os.fdopen(orders, "wb", buffering=0), os.fdopen(answers, "rb", buffering=0)
+
+    def tell(self, order: str) -> None:
+        """Raises `OSError` if it has ended."""
+        self._orders.write(f"{order}\n".encode())
+
+    def hear(self, answer: str, seconds: float) -> None:
+        """Wait for it. Raises `OSError` if it has ended, or does not come."""
+        if not select.select([self._answers], [], [], seconds)[0] or self._answers.readline().decode().strip() != answer:
+            raise ConnectionError("a companion has ended or hangs")
+
+    def end(self) -> None:
+        """Whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._orders, self._answers):
+            pipe.close()
+
+
+@contextmanager
+def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
+    """A function that takes a step of what one of `number` replicas has of a batch, after the first two steps."""
+    quiet = Listener(started=lambda text: None, note=lambda text: None)
+    with Trainer(replace(job, batch_size=job.batch_size // number), Plan(), devices="cpu", listener=quiet) as trainer:
+        batch = next(iter(trainer.batches()))
+        for _ in range(2):
+            trainer.step(batch)
+        yield lambda: trainer.step(batch)
+
+
+def _turn(step: Callable[[], object]) -> list[float]:
+    """Seconds of this thread's processor, of each of some steps."""
+    found: list[float] = []
+    until = time.perf_counter() + SECONDS
+    while not found or time.perf_counter() < until:
+        before = time.thread_time()
+        step()
+        found.append(time.thread_time() - before)
+    return found
