@@ -49,6 +49,11 @@ class Companions(AbstractContextManager["Companions"]):
         self._numbers = numbers_beside(num_ranks, threads_of, cores())
         self._all = [_Companion(target) for _ in range(max(self._numbers, default=1) - 1)]
 
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """The companions."""
+        return [each.process for each in self._all]
+
     def factors(self, job: Job) -> dict[int, float]:
         """Ranks that compute at once, as many as there are cores for -> how many times longer each takes than alone.
 
@@ -149,7 +154,7 @@ class _Companion:
         descriptors = (their_orders, their_answers)
         words = [sys.executable, "-m", "meshloom", "plan", target, "--companion", ",".join(map(str, descriptors))]
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 words, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
         finally:
@@ -168,8 +173,8 @@ class _Companion:
 
     def end(self) -> None:
         """Whatever it is doing."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         for pipe in (self._orders, self._answers):
             pipe.close()
 

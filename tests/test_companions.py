@@ -1,0 +1,103 @@
+"""What companions measure, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom import companions
+from meshloom.companions import Companions, numbers_beside
+from meshloom.job import Job
+from tests.jobs import class_loss, make_job
+
+pytestmark = pytest.mark.processes
+LOCK_SECONDS = 0.004
+
+
+def crowded_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Computes twice as long while another process is in here, which a file says."""
+    mine = Path(os.environ["CROWDED"]) / str(os.getpid())
+    mine.touch()
+    others = [each for each in mine.parent.iterdir() if each != mine and time.time() - each.stat().st_mtime < 10 * LOCK_SECONDS]
+    until = time.thread_time() + LOCK_SECONDS * (2 if others else 1)
+    while time.thread_time() < until:
+        pass
+    return class_loss(model, batch)
+
+
+def loss_that_fails_elsewhere(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """In every process but the one whose number is in the environment."""
+    assert os.environ["FAILS_ELSEWHERE"] == str(os.getpid())
+    return class_loss(model, batch)
+
+
+crowded = replace(make_job("mlp", "sgd", batch_size=8), loss=crowded_loss)
+failing = replace(make_job("mlp", "sgd", batch_size=8), loss=loss_that_fails_elsewhere)
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(companions, "cores", lambda: 2)
+
+
+def factors(name: str, job: Job) -> tuple[dict[int, float], list[int]]:
+    """And the exit codes of the companions."""
+    threads = torch.get_num_threads()
+    with Companions(f"{__file__}:{name}", 4, lambda ranks: 1) as beside:
+        found = beside.factors(job)
+    assert torch.get_num_threads() == threads
+    return found, [each.returncode for each in beside.processes]
+
+
+def test_ranks_that_slow_each_other_down_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CROWDED", str(tmp_path))
+    found, ended = factors("crowded", crowded)
+    assert ended == [-signal.SIGKILL]
+    assert list(found) == [2] and 1.4 < found[2] < 2.4
+
+
+def test_a_companion_that_fails_and_a_batch_of_one_sample_measure_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FAILS_ELSEWHERE", str(os.getpid()))
+    found, ended = factors("failing", failing)
+    assert not found and ended in ([1], [-signal.SIGKILL])
+    assert not factors("crowded", replace(crowded, batch_size=1))[0]
+
+
+def test_companions_end_when_who_started_them_is_killed(tmp_path: Path):
+    program = f"""
+from meshloom import companions
+from tests.test_companions import crowded
+
+companions.cores = lambda: 2
+with companions.Companions({__file__ + ":crowded"!r}, 2, lambda ranks: 1) as beside:
+    print(beside.processes[0].pid, flush=True)
+    while True:
+        beside.factors(crowded)
+"""
+    environment = {**os.environ, "CROWDED": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout
+        companion = int(parent.stdout.readline())
+        while not (tmp_path / str(companion)).exists():  # it computes
+            assert parent.poll() is None
+            time.sleep(0.02)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{companion}").exists() and "State:\tZ" not in Path(f"/proc/{companion}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_only_ranks_with_cores_of_their_own_are_measured():
+    assert numbers_beside(8, lambda ranks: max(1, 16 // ranks), 16) == [2, 4, 8]
+    assert numbers_beside(4, lambda ranks: 1, 1) == []
+    assert numbers_beside(1, lambda ranks: 1, 8) == []
