@@ -11,6 +11,7 @@ import pytest
 from rehearsals import machine
 from test_cli import FILE, records
 
+from meshloom import companions
 from meshloom.at_hand import Wish, devices_for
 from meshloom.cli import main
 from meshloom.cluster import machine_file, save
@@ -23,6 +24,13 @@ HERE = "gloo" if why_not() else "shm"
 @pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(autouse=True)
+def _companions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no processes are started, no companions are, either."""
+    started = request.node.get_closest_marker("processes") is not None
+    monkeypatch.setattr(companions, "cores", lambda: 2 if started else 1)
 
 
 @pytest.fixture
@@ -125,6 +133,8 @@ def test_a_plan_that_is_tried_has_what_was_measured(measured: Path, capfd: pytes
     captured = capfd.readouterr()
     found = records(captured.out)
     (option,) = (each for each in found if each["event"] == "plan")
+    (crowd,) = (each for each in found if each["event"] == "crowd")
+    assert crowd["ranks"] == 2 and crowd["factor"] >= 1.0
     assert option["measured_seconds"] > 0 and found[-1]["plan"] == "dp=2"
     assert "measured: a step, median of some on this machine" in captured.err
 

@@ -75,6 +75,7 @@ def test_a_plan_that_fails_is_no_option_any_more():
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_step_of_ranks_that_sleep_takes_their_sleep():
     said: list[str] = []
     options = [option("dp=1", 1.0), option("dp=2", 1.0)]

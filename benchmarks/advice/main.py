@@ -1,6 +1,6 @@
 """What `meshloom plan` says of 20 (job, plan) pairs, beside what the same plans take when they run.
 
-    python benchmarks/advice/main.py                     a table, and whether the goals are met; about 25 minutes
+    python benchmarks/advice/main.py                     a table, and whether the goals are met; half an hour
     python benchmarks/advice/main.py --json -            the same as JSON lines
     python benchmarks/advice/main.py --jobs gpt,lstm     some of the jobs
 
