@@ -13,7 +13,6 @@ from meshloom.cluster import Machine, load, machine_file, save, this_machine
 from meshloom.comm.shm import why_not
 from meshloom.errors import DeviceError, MachineError, PlanError
 from meshloom.launch import cores
-from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.environment import threads_per_rank
 from meshloom.planner.pricing import Devices
 
@@ -60,7 +59,6 @@ def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices 
         raise DeviceError(
             "Plans are rehearsed on CPUs, and here are GPUs, which other plans are best for. Use --devices cpu to price plans for the CPU."
         )
-    keep_freed_memory()  # plans are rehearsed in this process as they run in others
     num_ranks = max(wish.num_ranks or min(cores(), MOST_RANKS), least)
     transport = "gloo" if wish.transport == "gloo" or why_not() else "shm"
     here = this_machine("cpu")

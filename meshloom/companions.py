@@ -25,11 +25,13 @@ import torch
 from meshloom.comm.cores import cores
 from meshloom.errors import MeshloomError
 from meshloom.job import Job
+from meshloom.launch.allocator import keep_freed_memory
 from meshloom.plan import Plan
 from meshloom.planner.advise import Advice, advise
+from meshloom.planner.crowds import powers_and_most
 from meshloom.planner.pricing import Devices
 from meshloom.random import preserved_draws
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 
 ROUNDS = 5  # alone and together in turns, as machines are faster and slower from minute to minute
@@ -57,7 +59,7 @@ class Companions(AbstractContextManager["Companions"]):
     def factors(self, job: Job) -> dict[int, float]:
         """Ranks that compute at once, as many as there are cores for -> how many times longer each takes than alone.
 
-        Empty if the batch is too small to be divided, and if a companion or the job fails: then it is for those who train it to say why.
+        Empty if the batch is too small to be divided, and if a companion fails or meshloom refuses the job: then it is for the plans to say why.
         """
         threads = torch.get_num_threads()
         found: dict[int, float] = {}
@@ -104,6 +106,7 @@ def advise_beside(
     job: Job, target: str, devices: Devices, *, plans: Sequence[Plan] | None = None, tell: Callable[[str], None] = lambda text: None
 ) -> Advice:
     """As `advise`, of plans that run on this machine with companions beside it. target: the job's FILE.py:NAME."""
+    keep_freed_memory()  # plans are rehearsed in this process as they run in others
     num_ranks = max((plan.mesh.size for plan in plans), default=1) if plans is not None else devices.num_ranks
     if devices.here is not None and devices.here.name != devices.machine.name:
         return advise(job, devices, plans=plans, tell=tell)
@@ -122,8 +125,8 @@ def numbers_beside(num_ranks: int, threads_of: Callable[[int], int], num_cores: 
     >>> numbers_beside(4, lambda ranks: 1, 2), numbers_beside(6, lambda ranks: 1, 8), numbers_beside(4, lambda ranks: 4 // ranks, 4)
     ([2], [2, 4, 6], [2, 4])
     """
-    fitting = [number for number in range(2, num_ranks + 1) if number * threads_of(number) <= num_cores]
-    return [number for number in fitting if number == fitting[-1] or number & (number - 1) == 0]
+    most = max((number for number in range(2, num_ranks + 1) if number * threads_of(number) <= num_cores), default=1)
+    return powers_and_most(most)[1:]
 
 
 def be_companion(job: Job, descriptors: Sequence[int]) -> None:
@@ -182,8 +185,7 @@ class _Companion:
 @contextmanager
 def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
     """A function that takes a step of what one of `number` replicas has of a batch, after the first two steps."""
-    quiet = Listener(started=lambda text: None, note=lambda text: None)
-    with Trainer(replace(job, batch_size=job.batch_size // number), Plan(), devices="cpu", listener=quiet) as trainer:
+    with Trainer(replace(job, batch_size=job.batch_size // number), Plan(), devices="cpu", listener=QUIET) as trainer:
         batch = next(iter(trainer.batches()))
         for _ in range(2):
             trainer.step(batch)

@@ -19,7 +19,7 @@ from pathlib import Path
 from meshloom.job import Job
 from meshloom.launch import run_ranks
 from meshloom.planner.pricing import Option
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 
 ROUNDS = 2  # there and back, as machines are faster and slower from minute to minute
@@ -63,8 +63,7 @@ def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
     Short batches at the end of an epoch do not count, if there are others.
     """
     took: dict[int, list[float]] = {}  # by samples of the global batch
-    quiet = Listener(started=lambda text: None, note=lambda text: None)
-    with Trainer(job, devices="cpu", transport=transport, share=True, listener=quiet, steps=MOST_STEPS) as trainer:
+    with Trainer(job, devices="cpu", transport=transport, share=True, listener=QUIET, steps=MOST_STEPS) as trainer:
         for number, batch in enumerate(trainer.batches()):
             started = time.perf_counter()
             trainer.step(batch)

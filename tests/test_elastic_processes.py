@@ -15,13 +15,12 @@ import torch
 from elastic_runs import ElasticRun, left
 from safetensors.torch import load_file
 
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 from tests import elastic_job
 
 pytestmark = pytest.mark.processes
 NOISE = 0.02  # of the accuracy on 360 digits, from run to run
-QUIET = Listener(started=lambda text: None, note=lambda text: None)
 
 
 def wait_for_writing(directory: Path) -> None:

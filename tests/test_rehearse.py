@@ -22,11 +22,10 @@ from meshloom.plan import Plan
 from meshloom.planner import rehearse as planner_rehearse
 from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearse import free_bytes, rehearse
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 
 CPU = torch.device("cpu")
-QUIET = Listener(started=lambda text: None, note=lambda text: None)
 PLANS = [
     ("gpt", "dp=2"),
     ("gpt", "dp=3,zero=1,microbatches=2"),

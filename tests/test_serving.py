@@ -22,7 +22,7 @@ from meshloom.comm.sockets import Joined, Message
 from meshloom.errors import JobError
 from meshloom.exchange.elastic.messages import Join
 from meshloom.job import Job
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 from tests.jobs import make_job
 
@@ -30,8 +30,7 @@ pytestmark = pytest.mark.long
 
 
 def one_device(job: Job, plan: str = "dp=1") -> dict[str, torch.Tensor]:
-    quiet = Listener(started=lambda text: None, note=lambda text: None)
-    with Trainer(job, plan, devices="simulated", listener=quiet) as trainer:
+    with Trainer(job, plan, devices="simulated", listener=QUIET) as trainer:
         trainer.fit()
         return dict(trainer.replicas[0].model.state_dict())
 

@@ -11,12 +11,11 @@ import torch
 from elastic_runs import ElasticRun, left
 from safetensors.torch import load_file
 
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 from tests import elastic_job
 
 pytestmark = pytest.mark.processes
-QUIET = Listener(started=lambda text: None, note=lambda text: None)
 
 
 def ranks_of(worker: psutil.Process, count: int, run: ElasticRun) -> list[psutil.Process]:

@@ -10,22 +10,19 @@ The jobs are those of benchmarks/advice. Both ways run in turns, each time in a 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
-import time
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ADVICE = Path(__file__).parents[1] / "advice"
+RANK = Path(__file__).parents[1] / "advice" / "rank.py"
 JOBS = ("gpt", "mlp", "convolutions", "lstm", "small_llama")
 AS_IT_COMES = {"MALLOC_PERTURB_": "0"}  # changes nothing, and tells meshloom to leave the allocator alone
-WARM_UP_STEPS = 3
 STEPS = 14
 
 
@@ -52,13 +49,10 @@ def main() -> int:
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--run", metavar="JOB", help=argparse.SUPPRESS)  # what a measured process is started with
     arguments = parser.parse_args()
-    if arguments.run:
-        print(json.dumps(_run(arguments.run)))
-        return 0
     out = sys.stderr if arguments.json == "-" else sys.stdout
-    rows = [_row(name, arguments.rounds) for name in arguments.jobs.split(",")]
+    with tempfile.TemporaryDirectory() as directory:
+        rows = [_row(name, arguments.rounds, Path(directory) / "measured.json") for name in arguments.jobs.split(",")]
     print(f"{'job':13} {'kept':>9} {'as it comes':>12} {'ratio':>6} {'pages a step':>16} {'most memory, MB':>18}", file=out)
     for row in rows:
         seconds = f"{1e3 * row.kept_seconds:6.1f} ms {1e3 * row.plain_seconds:9.1f} ms {row.ratio:6.2f}"
@@ -70,45 +64,24 @@ def main() -> int:
     return 0
 
 
-def _row(name: str, rounds: int) -> Row:
+def _row(name: str, rounds: int, path: Path) -> Row:
     runs: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for number in range(rounds):
         for kept in (True, False) if number % 2 else (False, True):
             environment = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_") and key != "GLIBC_TUNABLES"}
-            words = [sys.executable, __file__, "--run", name]
-            done = subprocess.run(words, env=environment if kept else {**environment, **AS_IT_COMES}, check=True, capture_output=True, text=True)
-            runs[kept].append(json.loads(done.stdout.splitlines()[-1]))
+            subprocess.run(
+                [sys.executable, str(RANK), name, str(STEPS), str(path)], env=environment if kept else {**environment, **AS_IT_COMES}, check=True
+            )
+            runs[kept].append(json.loads(path.read_text()))
 
     def median(kept: bool, what: str) -> float:
         return statistics.median(value for run in runs[kept] for value in run[what])
 
     return Row(
-        job=name, kept_seconds=median(True, "seconds"), plain_seconds=median(False, "seconds"), kept_pages=median(True, "pages"),
+        job=name, kept_seconds=median(True, "step_seconds"), plain_seconds=median(False, "step_seconds"), kept_pages=median(True, "pages"),
         plain_pages=median(False, "pages"), kept_peak_bytes=max(run["peak_bytes"] for run in runs[True]),
         plain_peak_bytes=max(run["peak_bytes"] for run in runs[False]),
     )  # fmt: skip
-
-
-def _run(name: str) -> dict[str, Any]:
-    """Of each step that counts."""
-    from meshloom.report.progress import Listener
-    from meshloom.trainer import Trainer
-
-    sys.path.insert(0, str(ADVICE))
-    job = importlib.import_module("jobs").JOBS[name]
-    quiet = Listener(started=lambda text: None, note=lambda text: None)
-    seconds: list[float] = []
-    pages: list[int] = []
-    with Trainer(job, devices="cpu", listener=quiet, steps=WARM_UP_STEPS + 2 * STEPS) as trainer:
-        for number, batch in enumerate(trainer.batches()):
-            before, started = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
-            trainer.step(batch)
-            if number >= WARM_UP_STEPS and batch.shares[0][0].batch == job.batch_size:  # the last batch of an epoch may be short
-                seconds.append(time.perf_counter() - started)
-                pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-            if len(seconds) == STEPS:
-                break
-    return {"seconds": seconds, "pages": pages, "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from meshloom.job import Job
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -58,8 +58,7 @@ def job_of(kind: str) -> Job:
 
 def run(job: Job, plan: str) -> tuple[float, float, float]:
     """Mean loss of the last steps, the first metric on held-out data, bytes per step that a rank hands in along dp."""
-    quiet = Listener(started=lambda text: None, note=lambda text: None)
-    with Trainer(job, plan, devices="simulated", listener=quiet) as trainer:
+    with Trainer(job, plan, devices="simulated", listener=QUIET) as trainer:
         losses = [trainer.step(batch) for batch in trainer.batches()]
         sent = trainer.summary(0.0, {}, None)
         assert sent.predicted == sent.counted

@@ -12,7 +12,7 @@ from network import Host
 from ranks import on_hosts
 
 import meshloom as ml
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.report.summary import Traffic
 from meshloom.trainer import Trainer
 
@@ -32,9 +32,8 @@ def run_on_hosts(hosts: Sequence[Host], job: ml.Job, plan: str) -> dict[str, Any
 
 
 def _run(job: ml.Job, plan: str, hosts: Sequence[Host]) -> dict[str, Any]:
-    quiet = Listener(started=lambda text: None, note=lambda text: None)
     host = hosts[int(os.environ["RANK"])]
-    with Trainer(job, plan, devices="cpu", transport="gloo", timeout_seconds=120.0, listener=quiet) as trainer:
+    with Trainer(job, plan, devices="cpu", transport="gloo", timeout_seconds=120.0, listener=QUIET) as trainer:
         seconds: list[float] = []
         before, wire = _spent(trainer), host.counted()
         for batch in trainer.batches():

@@ -22,7 +22,7 @@ from typing import Any
 import job as jobs
 import torch
 
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 
 PLANS = {"even": "dp=4", "measured": "dp=4,shares=measured", "by hand": "dp=4,shares=3+3+3+1"}
@@ -63,8 +63,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def train(name: str, plan: str) -> dict[str, Any]:
     """One run. done: when each step had been done, in seconds; the first is the start. record: shares that were measured."""
-    quiet = Listener(started=lambda text: None, note=lambda text: None)
-    with Trainer(getattr(jobs, name)(), plan, devices="cpu", share=True, listener=quiet) as trainer:
+    with Trainer(getattr(jobs, name)(), plan, devices="cpu", share=True, listener=QUIET) as trainer:
         done = [time.monotonic()]
         for batch in trainer.batches():
             trainer.step(batch)

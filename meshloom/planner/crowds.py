@@ -8,7 +8,6 @@ busy ranks    rank 0   rank 1   rank 2   rank 3
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -20,7 +19,6 @@ from meshloom.comm.group import Group
 from meshloom.links import Crowd
 
 PIECE_SECONDS = 0.02  # of one kind of operator, alone: as long as a small step
-REPEATS = 1
 ROUNDS = 5  # over all numbers of ranks: what disturbs the machine for a while disturbs one
 _WIDTH = 192  # a product of matrices that stay in a core's cache
 _ELEMENTS = (1 << 17, 1 << 22)  # of sums: in the cache that cores share, also when all of them are busy; and in no cache, also when one is
@@ -37,9 +35,9 @@ def measure_crowds(group: Group, *, seconds: float = PIECE_SECONDS) -> tuple[Cro
     """
     operators = [_products(), *map(_sums, _ELEMENTS)]
     counts = [_count(group, operate, seconds) for operate in operators]
-    numbers = _numbers(group.size)
+    numbers = powers_and_most(group.size)
     rounds = [[[_seconds(group, busy, *each) for each in zip(operators, counts, strict=True)] for busy in numbers] for _ in range(ROUNDS)]
-    took = [[statistics.median(itertools.chain(*each)) for each in zip(*of_busy, strict=True)] for of_busy in zip(*rounds, strict=True)]
+    took = [[statistics.median(each) for each in zip(*of_busy, strict=True)] for of_busy in zip(*rounds, strict=True)]
     found: list[Crowd] = []
     for busy, mine in zip(numbers, took, strict=True):
         compute, *memory = (now / alone for alone, now in zip(took[0], mine, strict=True))
@@ -49,10 +47,10 @@ def measure_crowds(group: Group, *, seconds: float = PIECE_SECONDS) -> tuple[Cro
     return tuple(found)
 
 
-def _numbers(most: int) -> list[int]:
+def powers_and_most(most: int) -> list[int]:
     """Powers of two, and the most.
 
-    >>> _numbers(6), _numbers(4)
+    >>> powers_and_most(6), powers_and_most(4)
     ([1, 2, 4, 6], [1, 2, 4])
     """
     return sorted({1 << power for power in range(most.bit_length())} | {most})
@@ -72,18 +70,15 @@ def _count(group: Group, operate: Callable[[], object], seconds: float) -> int:
     return max(1, int(count))
 
 
-def _seconds(group: Group, busy: int, operate: Callable[[], object], count: int) -> list[float]:
-    """Until each of the first `busy` ranks has done so many operators, once for each repeat. Medians of them are the same on all ranks, or nearly."""
-    found: list[float] = []
-    for _ in range(REPEATS):
-        group.barrier().wait()
-        started = time.perf_counter()
-        if group.rank < busy:
-            for _ in range(count):
-                operate()
-        group.barrier().wait()
-        found.append(time.perf_counter() - started)
-    return found
+def _seconds(group: Group, busy: int, operate: Callable[[], object], count: int) -> float:
+    """Until each of the first `busy` ranks has done so many operators; nearly the same on all ranks."""
+    group.barrier().wait()
+    started = time.perf_counter()
+    if group.rank < busy:
+        for _ in range(count):
+            operate()
+    group.barrier().wait()
+    return time.perf_counter() - started
 
 
 def _products() -> Callable[[], object]:

@@ -180,10 +180,8 @@ def _take_part(job: Job, plan: Plan, rank: _Rank, timed: Sequence[_Timed]) -> St
     mine.kept = yield from _watched_step(rank, chunks)
     for step in range(1, WARM_UP_STEPS):
         yield from rank.replica.step(step, chunks)
-    number = 0
-    while not timed[0].are_enough(number):
-        mine.steps.append((yield from _timed_step(rank, WARM_UP_STEPS + number, chunks)))
-        number += 1
+    while not timed[0].are_enough(len(mine.steps)):
+        mine.steps.append((yield from _timed_step(rank, WARM_UP_STEPS + len(mine.steps), chunks)))
         rank.world.barrier().wait()  # so that all ranks decide by the same steps
 
 

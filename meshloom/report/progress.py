@@ -62,3 +62,6 @@ class Listener:
     evaluated: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     saved: Callable[[int, Path], None] = lambda step, path: None
     note: Callable[[str], None] = _say
+
+
+QUIET = Listener(started=lambda text: None, note=lambda text: None)  # hears and says nothing
