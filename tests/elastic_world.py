@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshloom.asynchronous.checkpoints import read_content
 from meshloom.asynchronous.greetings import Description
+from meshloom.asynchronous.parameters import Content, Parameters
 from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.serving import ServerProcess
 from meshloom.asynchronous.settings import Settings
@@ -29,6 +30,19 @@ from meshloom.plan import Plan
 
 __all__ = ["World", "read_content"]
 STOP = 15
+
+
+_BUILDING = threading.Lock()  # processes have generators of their own, threads have one
+
+
+class _Server(ServerProcess):
+    held: threading.Event  # set when there are parameters
+
+    def _hold(self, content: Content | None) -> Parameters:
+        with _BUILDING:
+            found = super()._hold(content)
+        self.held.set()
+        return found
 
 
 class World:
@@ -58,10 +72,13 @@ class World:
             for each in sockets:
                 each.setblocking(False)
             self.addresses = tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in sockets[:-1])
-            threads = [threading.Thread(target=self._serve, args=(number, sockets)) for number in range(self.plan.servers)]
+            held = [threading.Event() for _ in range(self.plan.servers)]
+            threads = [threading.Thread(target=self._serve, args=(number, sockets, held[number])) for number in range(self.plan.servers)]
             for thread in threads:
                 thread.start()
             try:
+                for each in held:  # before a worker builds and draws
+                    assert each.wait(WAIT_SECONDS)
                 yield self
             finally:
                 self._stop.append(STOP)
@@ -102,7 +119,7 @@ class World:
         """What the server has counted in the end."""
         return [event[name] for event in self.told[server] if event["event"] == "counts"][-1]
 
-    def _serve(self, number: int, sockets: list[socket.socket]) -> None:
+    def _serve(self, number: int, sockets: list[socket.socket], held: threading.Event) -> None:
         own = [sockets[number], *([sockets[-1]] if number == 0 and self.plan.servers > 1 else [])]
         listening = tuple(os.dup(each.fileno()) for each in own)  # ZeroMQ closes them
         role = Role(
@@ -116,6 +133,10 @@ class World:
                 self.finished.set()
 
         try:
-            ServerProcess(role, self.job, self.plan, self.settings, self._stop, tell).run()
+            with _BUILDING:
+                server = _Server(role, self.job, self.plan, self.settings, self._stop, tell)
+            server.held = held
+            server.run()
         except BaseException as error:
             self.errors.append(error)
+            held.set()

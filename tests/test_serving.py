@@ -125,7 +125,7 @@ def _say(world: World, header: Header, tensors: list[torch.Tensor]) -> bool:
 
 def _disturbed(world: World, texts: int, messages: int) -> None:
     """Random bytes at the ports, and messages of a member that make no sense, from several threads while training goes on."""
-    chooser = random.Random(1)
+    chooser, generator = random.Random(1), torch.Generator().manual_seed(1)  # its own: the worker's thread builds its model from the common one
     for number in range(texts):
         say(
             world.addresses[number % len(world.addresses)],
@@ -138,7 +138,7 @@ def _disturbed(world: World, texts: int, messages: int) -> None:
         for _ in range(messages):
             kind = chooser.choice([*range(40), 9999])
             tensors = [
-                torch.randint(-3, 99, (chooser.randrange(6),)).to(chooser.choice([torch.int64, torch.float64, torch.uint8]))
+                torch.randint(-3, 99, (chooser.randrange(6),), generator=generator).to(chooser.choice([torch.int64, torch.float64, torch.uint8]))
                 for _ in range(chooser.randrange(5))
             ]
             try:
