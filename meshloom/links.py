@@ -203,32 +203,28 @@ def fit_link(
 def slowdown(crowds: Sequence[Crowd], busy: float, threads: int, memory_share: float, cores: int) -> float:
     """How much longer a rank of `threads` threads takes when `busy` ranks compute, than alone. Between measured numbers it is interpolated; never less than 1.
 
-    Beyond the largest, and where nothing was measured: cores are shared evenly. Ranks of one thread that share cores take at least as many times longer than
-    those that have one each as there are ranks for a core, whatever was measured of two artificial operators.
+    Beyond the largest, where nothing was measured, and beyond the number of cores if each rank has one thread: cores are shared evenly.
 
     >>> crowds = [Crowd(ranks=1, threads=1, compute=1.0, memory=1.0), Crowd(ranks=2, threads=1, compute=1.0, memory=1.5)]
-    >>> slowdown(crowds, 2, 1, 0.5, 2), slowdown(crowds, 4, 1, 0.5, 2), slowdown([], 4, 1, 0.5, 2)
-    (1.25, 2.5, 2.0)
-    >>> noisy = [*crowds, Crowd(ranks=4, threads=1, compute=1.8, memory=2.2)]
-    >>> slowdown(noisy, 4, 1, 0.5, 2), slowdown(noisy, 3, 1, 0.5, 2), slowdown(noisy, 4, 1, 0.5, 4)
-    (2.5, 1.875, 2.0)
+    >>> slowdown(crowds, 2, 1, 0.5, 2), slowdown(crowds, 3, 1, 0.5, 2), slowdown(crowds, 4, 1, 0.5, 2), slowdown([], 4, 1, 0.5, 2)
+    (1.25, 1.875, 2.5, 2.0)
+    >>> more = [*crowds, Crowd(ranks=4, threads=1, compute=1.8, memory=2.2)]
+    >>> slowdown(more, 4, 1, 0.5, 4), slowdown(more, 4, 1, 0.5, 2)
+    (2.0, 2.5)
     """
-    of_threads = {each.threads for each in crowds}
-    nearest = min(of_threads, key=lambda each: abs(math.log(each / threads)), default=threads)
-    measured = {float(each.ranks): (1 - memory_share) * each.compute + memory_share * each.memory for each in crowds if each.threads == nearest}
-    known = sorted({1.0: 1.0, **measured}.items())
-
-    def measured_at(busy: float) -> float:
-        for (low, at_low), (high, at_high) in pairwise(known):
-            if busy <= high:
-                return max(1.0, at_low + (at_high - at_low) * (busy - low) / (high - low))
-        most, at_most = known[-1]
-        return max(1.0, at_most * max(1.0, busy * threads / cores) / max(1.0, most * threads / cores))
-
     if busy <= 1:
         return 1.0
-    shared = busy / cores if threads == 1 and busy > cores else 1.0
-    return max(measured_at(busy), measured_at(busy / shared) * shared)
+    if threads == 1 and busy > cores:
+        return slowdown(crowds, cores, 1, memory_share, cores) * busy / cores
+    of_threads = {each.threads for each in crowds}
+    nearest = min(of_threads, key=lambda each: abs(math.log(each / threads)), default=threads)
+    mine = [each for each in crowds if each.threads == nearest and (nearest > 1 or each.ranks <= cores)]
+    known = sorted({1.0: 1.0, **{float(each.ranks): (1 - memory_share) * each.compute + memory_share * each.memory for each in mine}}.items())
+    for (low, at_low), (high, at_high) in pairwise(known):
+        if busy <= high:
+            return max(1.0, at_low + (at_high - at_low) * (busy - low) / (high - low))
+    most, at_most = known[-1]
+    return max(1.0, at_most * max(1.0, busy * threads / cores) / max(1.0, most * threads / cores))
 
 
 def _is_number(value: object) -> bool:

@@ -3,7 +3,7 @@
 busy ranks    rank 0   rank 1   rank 2   rank 3
 1             works    waits    waits    waits      what the others are compared with
 2             works    works    waits    waits      they share the memory's bandwidth
-4             works    works    works    works      ... and on fewer than 4 cores the cores
+4             works    works    works    works      not on fewer than 4 cores: what takes turns on them differs too much from time to time
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from meshloom.comm.cores import cores
 from meshloom.comm.group import Group
 from meshloom.links import Crowd
 
@@ -25,17 +26,16 @@ _ELEMENTS = (1 << 17, 1 << 22)  # of sums: in the cache that cores share, also w
 
 
 def measure_crowds(group: Group, *, seconds: float = PIECE_SECONDS) -> tuple[Crowd, ...]:
-    """For 1, 2, 4, ... and all ranks of `group`, which are all there is on this machine's CPU; each rank keeps the threads that it has.
+    """For 1, 2, 4, ... and as many ranks of `group` as there are cores for, which are all there is on this machine's CPU; each keeps the threads that it has.
 
-    All busy ranks have the same to do, and the last one to be done with it counts, as in a step: where cores are not shared out evenly, some wait for
-    others. seconds: of what each does, alone.
+    All busy ranks have the same to do, and the last one to be done with it counts, as in a step. seconds: of what each does, alone.
 
     Of memory the geometric mean of both kinds of sums. Between them lies a cliff, on either side of which a job may be: where all busy ranks together
     have as much as the cache holds.
     """
     operators = [_products(), *map(_sums, _ELEMENTS)]
     counts = [_count(group, operate, seconds) for operate in operators]
-    numbers = powers_and_most(group.size)
+    numbers = powers_and_most(max(1, min(group.size, cores() // torch.get_num_threads())))
     rounds = [[[_seconds(group, busy, *each) for each in zip(operators, counts, strict=True)] for busy in numbers] for _ in range(ROUNDS)]
     took = [[statistics.median(each) for each in zip(*of_busy, strict=True)] for of_busy in zip(*rounds, strict=True)]
     found: list[Crowd] = []
