@@ -44,7 +44,6 @@ PAIRS = {
     "lstm": ["dp=1", "dp=2", "dp=3", "dp=1,pp=2,microbatches=2"],
     "small_llama": ["dp=2", "dp=1,tp=2", "dp=1,pp=2,microbatches=4", "dp=2,tp=2"],
 }
-STEPS = 8  # that count, in a round
 WITHIN = 0.25
 CORRELATION = 0.8
 BEST = 1.10
@@ -139,7 +138,7 @@ def _measured(name: str, devices: Devices, num_rounds: int, home: Path) -> Measu
         for number, plan in enumerate(plans):
             folder = home / f"{name}-{number}"
             folder.mkdir()
-            runs[plan] = stack.enter_context(Run(name, plan, STEPS, folder))
+            runs[plan] = stack.enter_context(Run(name, plan, folder))
             runs[plan].turn()  # once it has started, the next one does
         companions = stack.enter_context(Companions(target, devices.num_ranks, devices.threads_of))
         for number in range(num_rounds):

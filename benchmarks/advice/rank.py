@@ -1,7 +1,7 @@
 """One rank of a measured run: it trains some steps under the plan that it was started with, and rank 0 writes what they took and sent, as a line of JSON.
 
 python rank.py gpt 12 FILE                    job, steps that count, where to
-python rank.py gpt 12 FILE --turns FOLDER     so many steps for every line that comes through the pipe FOLDER/<rank>, until that is closed
+python rank.py gpt 0 FILE --turns FOLDER      as many as each line says that comes through the pipe FOLDER/<rank>, until that is closed
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ def main() -> None:
     with Trainer(JOBS[arguments.job], devices="cpu", share=True, listener=QUIET, steps=100_000) as trainer:
         batches = iter(trainer.batches())
 
-        def take(first: int) -> None:
-            found = turn(trainer, batches, arguments.steps, first)
+        def take(steps: int, first: int) -> None:
+            found = turn(trainer, batches, steps, first)
             if trainer.world.main:
                 arguments.file.write_text(json.dumps(found) + "\n")
 
         if arguments.turns is None:
-            take(WARM_UP_STEPS)
+            take(arguments.steps, WARM_UP_STEPS)
             return
         for _ in range(WARM_UP_STEPS):
             trainer.step(next(batches))
         with (arguments.turns / str(trainer.world.local[0].rank)).open() as orders:
-            while orders.readline():
-                take(1)  # what lay in the caches is gone since the last turn
+            while order := orders.readline():
+                take(int(order), 1)  # what lay in the caches is gone since the last turn
 
 
 if __name__ == "__main__":

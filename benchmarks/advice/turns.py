@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import statistics
 import subprocess
 import sys
 from contextlib import AbstractContextManager
@@ -16,30 +17,34 @@ from meshloom.launch import run_ranks
 from meshloom.plan import Plan
 
 RANK = Path(__file__).with_name("rank.py")
-TURN_SECONDS = 300.0
+STEPS = 8  # at least, and in the first turn
+SECONDS = 2.5  # of a turn: where a machine is faster and slower within seconds, short steps would all be taken in one of its moods
+TURN_SECONDS = 300.0  # then it hangs
 
 
 class Run(AbstractContextManager["Run"]):
     """A job under a plan on CPU processes. folder: an empty one, for its pipes."""
 
-    def __init__(self, job: str, plan: str, steps: int, folder: Path) -> None:
+    def __init__(self, job: str, plan: str, folder: Path) -> None:
         answers, orders = folder / "answers", [folder / str(rank) for rank in range(Plan.parse(plan).mesh.size)]
         for each in (answers, *orders):
             os.mkfifo(each)
         # For reading and writing, as opening for one of them waits for the other end.
         self._orders = [os.open(each, os.O_RDWR | os.O_CLOEXEC) for each in orders]
         self._answers = os.fdopen(os.open(answers, os.O_RDWR | os.O_CLOEXEC), "r")
-        self._name = f"{job} under {plan}"
+        self._name, self._steps = f"{job} under {plan}", STEPS
         launch = [__file__, plan] if len(orders) > 1 else [str(RANK)]
-        self._process = subprocess.Popen([sys.executable, *launch, job, str(steps), str(answers), "--turns", str(folder)])
+        self._process = subprocess.Popen([sys.executable, *launch, job, "0", str(answers), "--turns", str(folder)])
 
     def turn(self) -> dict[str, Any]:
-        """What `steps` steps took now, as rank.py says it. The first turn waits for the ranks to start."""
+        """What some steps took now, as rank.py says it. The first turn waits for the ranks to start."""
         for each in self._orders:
-            os.write(each, b"go\n")
+            os.write(each, f"{self._steps}\n".encode())
         for _ in range(int(TURN_SECONDS)):
             if select.select([self._answers], [], [], 1.0)[0]:
-                return json.loads(self._answers.readline())
+                found = json.loads(self._answers.readline())
+                self._steps = max(STEPS, round(SECONDS / statistics.median(found["step_seconds"])))
+                return found
             if self._process.poll() is not None:
                 break
         raise SystemExit(f"{self._name} failed")
