@@ -9,6 +9,7 @@ EXAMPLE := examples/01_gpt_bytes.py
 PLAN := dp=2,pp=2,tp=2,microbatches=2
 # Tests that start no processes take one core each. Those that do have the machine to themselves.
 BOTH_CORES := --numprocesses 2 --dist worksteal
+WITH_PROCESSES = $(shell grep -l 'mark\.processes' tests/test_*.py)
 NATIVE := setup.py $(wildcard meshloom/comm/native/*)
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 
@@ -32,7 +33,7 @@ quick: $(READY)
 
 test: $(READY)
 	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not slow"
-	$(PYTHON) -m pytest -m "processes and not slow"
+	$(PYTHON) -m pytest -m "processes and not slow" $(WITH_PROCESSES)
 
 test-all: $(READY)
 	$(if $(AREA),$(if $(AREA_FILES),,$(error AREA=$(AREA): there is no tests/test_$(AREA)*.py)))

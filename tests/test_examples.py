@@ -39,7 +39,7 @@ def test_every_example_trains_on_simulated_devices(example: Path, tmp_path: Path
 
 
 @together
-@pytest.mark.parametrize("name", ["01_gpt_bytes", "02_digits"])
+@pytest.mark.parametrize("name", ["01_gpt_bytes", pytest.param("02_digits", marks=pytest.mark.slow)])
 def test_real_input_trains_on_processes_and_the_loss_falls(name: str, tmp_path: Path):
     steps = {"01_gpt_bytes": 4, "02_digits": 30}[name]
     plan = ["--plan", "dp=2,microbatches=2", "--devices", "cpu", "--steps", str(steps)]
@@ -68,6 +68,7 @@ def test_data_parallel_shows_the_mean_of_four_gradients(tmp_path: Path):
 
 
 @together
+@pytest.mark.slow
 def test_own_loop_takes_the_same_decisions_simulated_and_under_torchrun(tmp_path: Path):
     example = str(ROOT / "examples/04_own_loop.py")
     simulated = run(example, cwd=tmp_path).stdout.splitlines()

@@ -15,7 +15,7 @@ from tests.matrix import SETTINGS, Case, all_cases, covering_cases
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("dp", [pytest.param(dp, marks=pytest.mark.slow if dp > 4 else ()) for dp in SETTINGS["dp"] if dp > 1])
+@pytest.mark.parametrize("dp", [pytest.param(dp, marks=() if dp in (3, 4) else pytest.mark.slow) for dp in SETTINGS["dp"] if dp > 1])
 def test_a_plan_on_processes_equals_one_device(dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _on_processes([case for case in covering_cases() if case["dp"] == dp], dp, tmp_path, monkeypatch) == []
 
