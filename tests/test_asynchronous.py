@@ -25,7 +25,7 @@ from meshloom.exchange.elastic.circumstances import Circumstances, parse_inciden
 from meshloom.job import Evaluate, Job
 from meshloom.plan import Plan
 from meshloom.random import model_seed, sample_order, seed_everything
-from meshloom.report.progress import Listener, Progress
+from meshloom.report.progress import QUIET, Listener, Progress
 from meshloom.trainer import Trainer
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors
 
@@ -191,13 +191,9 @@ def test_evaluation_and_checkpoints_are_of_their_update(tmp_path: Path) -> None:
     run = Run(make_job("mlp", "sgd", steps=12, evaluate=at, checkpoint_every=4), "dp=3,exchange=async,servers=2", out=tmp_path, latency_seconds=0.2)
     assert [step for step, _ in run.evaluations] == [5, 10, 12]
     assert run.saved == [4, 8, 12]
-    with Trainer(make_job("mlp", "sgd", steps=12, evaluate=at), "dp=1", devices="simulated", listener=quiet()) as trainer:
+    with Trainer(make_job("mlp", "sgd", steps=12, evaluate=at), "dp=1", devices="simulated", listener=QUIET) as trainer:
         trainer.replicas[0].model.load_state_dict(run.state)
         assert trainer.evaluate() == pytest.approx(run.evaluations[-1][1], rel=1e-6)  # sums of other chunks
-
-
-def quiet() -> Listener:
-    return Listener(started=lambda text: None, note=lambda text: None)
 
 
 def test_the_command_line_trains_asynchronously(tmp_path: Path) -> None:
@@ -305,7 +301,7 @@ def test_shares_are_the_replicas_shares(plan: str, drop_last: bool) -> None:
     for epoch in range(2):
         indices = [index for number in range(shares.per_epoch) for index in shares.find(epoch * shares.per_epoch + number).indices]
         assert indices == sample_order(job.seed, epoch, 30, True)[: 24 if drop_last else 30]
-    with Trainer(job, plan, devices="simulated", listener=quiet()) as trainer:
+    with Trainer(job, plan, devices="simulated", listener=QUIET) as trainer:
         batches = [batch for batch in trainer.batches() if trainer.step(batch) > 0]
     synchronous = [chunk for batch in batches for chunk in batch.chunks if chunk.samples]
     asynchronous = [chunk for number in range(shares.per_epoch) for chunk in shares.read(number)]
@@ -354,7 +350,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def open_trainer(job: Job, plan: str) -> Trainer:
-    return Trainer(job, plan, devices="simulated", listener=quiet())
+    return Trainer(job, plan, devices="simulated", listener=QUIET)
 
 
 def test_a_loss_that_is_no_number_is_named() -> None:

@@ -19,7 +19,7 @@ from meshloom.errors import PlanError
 from meshloom.job import Evaluate, Job
 from meshloom.plan import Plan
 from meshloom.random import model_seed, sample_order, seed_everything
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET, Listener
 from meshloom.state.map_data import MapReader
 from meshloom.state.tally import Tally
 from meshloom.trainer import Trainer
@@ -34,13 +34,9 @@ from tests.verified import verified
 CHANGES = [(1, (7, 3, 2)), (3, (1, 0, 11))]  # in the middle of a run of five steps of 12, 12, 6, 12, 12 samples
 
 
-def quiet() -> Listener:
-    return Listener(started=lambda text: None, note=lambda text: None)
-
-
 def run(job: Job, plan: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and what the model was in the end, on simulated devices in float64."""
-    with Trainer(job, plan, devices="simulated", dtype=torch.float64, listener=quiet(), **settings) as trainer:
+    with Trainer(job, plan, devices="simulated", dtype=torch.float64, listener=QUIET, **settings) as trainer:
         losses = [trainer.step(batch) for batch in trainer.batches()]
         return losses, {name: each.clone() for name, each in trainer.replicas[-1].model.state_dict().items()}
 
@@ -102,7 +98,7 @@ def test_evaluation_does_not_depend_on_shares() -> None:
     job = replace(job, evaluate=Evaluate(data=job.data, metrics={"loss": mean_loss}, every=1))
     found: list[float] = []
     for shares, record in (("even", []), ("9+0+2", []), ("measured", [(1, (1, 1, 10))])):
-        with Trainer(job, f"dp=3,shares={shares}", devices="simulated", dtype=torch.float64, listener=quiet(), recorded_shares=record) as trainer:
+        with Trainer(job, f"dp=3,shares={shares}", devices="simulated", dtype=torch.float64, listener=QUIET, recorded_shares=record) as trainer:
             for batch in trainer.batches():
                 trainer.step(batch)
             found.append(trainer.evaluate()["loss"])
@@ -116,7 +112,7 @@ def test_a_checkpoint_keeps_the_shares_so_far_and_those_to_come(tmp_path: Path) 
     job = make_job("cnn", "adamw", steps=5)
     plan = "dp=3,shares=measured"
     losses, state = run(job, plan, recorded_shares=CHANGES)
-    with Trainer(job, plan, devices="simulated", dtype=torch.float64, listener=quiet(), recorded_shares=CHANGES, out=tmp_path, steps=2) as trainer:
+    with Trainer(job, plan, devices="simulated", dtype=torch.float64, listener=QUIET, recorded_shares=CHANGES, out=tmp_path, steps=2) as trainer:
         for batch in trainer.batches():
             trainer.step(batch)
         trainer.save()
@@ -128,7 +124,7 @@ def test_a_checkpoint_keeps_the_shares_so_far_and_those_to_come(tmp_path: Path) 
 def test_with_another_number_of_replicas_shares_begin_anew_and_that_is_said(tmp_path: Path) -> None:
     job, notes = make_job("mlp", "sgd", steps=4), list[str]()
     listener = Listener(started=lambda text: None, note=notes.append)
-    with Trainer(job, "dp=3,shares=measured", devices="simulated", listener=quiet(), recorded_shares=CHANGES, out=tmp_path, steps=2) as trainer:
+    with Trainer(job, "dp=3,shares=measured", devices="simulated", listener=QUIET, recorded_shares=CHANGES, out=tmp_path, steps=2) as trainer:
         for batch in trainer.batches():
             trainer.step(batch)
         trainer.save()

@@ -106,11 +106,11 @@ def main() -> int:
             subprocess.run(words, check=True, stdout=out)
         machine = load(machine_file("cpu"))
         keep_freed_memory()  # as `meshloom plan` does
+        devices = devices_for(Wish(devices="cpu", ranks=4), 1, print)
+        assert not isinstance(devices, int)
         pairs: list[Pair] = []
         advised: dict[str, Advised] = {}
         for name in arguments.jobs.split(","):
-            devices = devices_for(Wish(devices="cpu", ranks=4), 1, print)
-            assert not isinstance(devices, int)
             measured = _measured(name, devices, arguments.rounds, Path(home))
             advised[name] = _advised(measured)
             for pair in (_pair(measured, plan) for plan in PAIRS[name]):
@@ -143,12 +143,10 @@ def _measured(name: str, devices: Devices, num_rounds: int, home: Path) -> Measu
         companions = stack.enter_context(Companions(target, devices.num_ranks, devices.threads_of))
         for number in range(num_rounds):
             for plan in plans[:: -1 if number % 2 else 1]:
-                advice = advise(JOBS[name], devices, plans=[Plan.parse(plan)], beside=lambda: companions.factors(JOBS[name]))
-                options[plan] += advice.options
+                options[plan] += advise(JOBS[name], devices, plans=[Plan.parse(plan)], beside=lambda: companions.factors(JOBS[name])).options
                 turns[plan].append(runs[plan].turn())
-    trials = try_plans(
-        finalists(advise_beside(JOBS[name], target, devices, plans=[*map(Plan.parse, plans)]), TRIED), target, "auto", lambda text: None
-    )
+    advice = advise_beside(JOBS[name], target, devices, plans=[*map(Plan.parse, plans)])
+    trials = try_plans(finalists(advice, TRIED), target, "auto", lambda text: None)
     assert not isinstance(trials, int)
     return Measured(name, options, turns, trials)
 
@@ -199,13 +197,11 @@ def goals_of(pairs: Sequence[Pair], advised: Mapping[str, Advised]) -> list[dict
         goals.append({"goal": f"{name}: rank correlation >= {CORRELATION}", "met": within >= CORRELATION, "found": f"{within:.2f}"})
         best = min(each.measured_seconds for each in mine)
         took = {each.plan: each.measured_seconds / best for each in mine}
-        mine_advised = advised[name]
-        by_price, tried = took[mine_advised.by_price], took[mine_advised.after_trials]
-        single = ", ".join(f"{took[plan]:.2f}" for plan in mine_advised.in_rounds)
-        found = f"{by_price:.2f} ({mine_advised.by_price}; by single rounds {single})"
-        goals.append({"goal": f"{name}: recommended by price / best <= {BEST}", "met": by_price <= BEST, "found": found})
-        found = f"{tried:.2f} ({mine_advised.after_trials})"
-        goals.append({"goal": f"{name}: recommended after {TRIED} trials / best <= {BEST}", "met": tried <= BEST, "found": found})
+        chosen = advised[name]
+        single = ", ".join(f"{took[plan]:.2f}" for plan in chosen.in_rounds)
+        for how, plan, more in (("by price", chosen.by_price, f"; by single rounds {single}"), (f"after {TRIED} trials", chosen.after_trials, "")):
+            found = f"{took[plan]:.2f} ({plan}{more})"
+            goals.append({"goal": f"{name}: recommended {how} / best <= {BEST}", "met": took[plan] <= BEST, "found": found})
     return goals
 
 

@@ -30,8 +30,8 @@ class Run(AbstractContextManager["Run"]):
         for each in (answers, *orders):
             os.mkfifo(each)
         # For reading and writing, as opening for one of them waits for the other end.
-        self._orders = [os.open(each, os.O_RDWR | os.O_CLOEXEC) for each in orders]
-        self._answers = os.fdopen(os.open(answers, os.O_RDWR | os.O_CLOEXEC), "r")
+        self._orders = [os.open(each, os.O_RDWR) for each in orders]
+        self._answers = os.fdopen(os.open(answers, os.O_RDWR), "r")
         self._name, self._steps = f"{job} under {plan}", STEPS
         launch = [__file__, plan] if len(orders) > 1 else [str(RANK)]
         self._process = subprocess.Popen([sys.executable, *launch, job, "0", str(answers), "--turns", str(folder)])
