@@ -9,9 +9,11 @@ EXAMPLE := examples/01_gpt_bytes.py
 PLAN := dp=2,pp=2,tp=2,microbatches=2
 # Tests that start no processes take one core each. Those that do have the machine to themselves.
 BOTH_CORES := --numprocesses 2 --dist worksteal
-WITH_PROCESSES = $(shell grep -l 'mark\.processes' tests/test_*.py)
-NATIVE := setup.py $(wildcard meshloom/comm/native/*)
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
+WITH_PROCESSES = $(shell grep -l 'mark\.processes' $(AREA_FILES))
+# pytest's exit status where all tests of an area start processes.
+NONE := 5
+NATIVE := setup.py $(wildcard meshloom/comm/native/*)
 
 .PHONY: train check types quick test test-all
 .DELETE_ON_ERROR:
@@ -37,7 +39,8 @@ test: $(READY)
 
 test-all: $(READY)
 	$(if $(AREA),$(if $(AREA_FILES),,$(error AREA=$(AREA): there is no tests/test_$(AREA)*.py)))
-	$(PYTHON) -m pytest $(if $(AREA),$(AREA_FILES))
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE)
+	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest -m processes $(WITH_PROCESSES))
 
 # The environment: made once, and again when what it is made from changes.
 $(READY): pyproject.toml constraints.txt $(NATIVE)

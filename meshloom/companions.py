@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from io import FileIO
 from types import TracebackType
 from typing import Self
 
@@ -50,6 +51,7 @@ class Companions(AbstractContextManager["Companions"]):
         self._threads_of = threads_of
         self._numbers = numbers_beside(num_ranks, threads_of, cores())
         self._all = [_Companion(target) for _ in range(max(self._numbers, default=1) - 1)]
+        self.failure = ""  # of the last measuring, in a sentence
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -59,8 +61,9 @@ class Companions(AbstractContextManager["Companions"]):
     def factors(self, job: Job) -> dict[int, float]:
         """Ranks that compute at once, as many as there are cores for -> how many times longer each takes than alone.
 
-        Empty if the batch is too small to be divided, and if a companion fails or meshloom refuses the job: then it is for the plans to say why.
+        Empty if the batch is too small to be divided, and if a companion fails or meshloom refuses the job: then `failure` says why.
         """
+        self.failure = ""
         threads = torch.get_num_threads()
         found: dict[int, float] = {}
         try:
@@ -68,7 +71,8 @@ class Companions(AbstractContextManager["Companions"]):
                 if number <= job.batch_size:
                     torch.set_num_threads(self._threads_of(number))
                     found[number] = self._factor(job, number)
-        except (MeshloomError, OSError):
+        except (MeshloomError, OSError) as error:
+            self.failure = f"How much ranks slow each other down could not be measured with this job, and is that of the machine: {error}"
             return {}
         finally:
             torch.set_num_threads(threads)
@@ -116,7 +120,7 @@ def advise_beside(
             tell("measuring how ranks slow each other down")
             return companions.factors(job)
 
-        return advise(job, devices, plans=plans, tell=tell, beside=beside)
+        return replace(advise(job, devices, plans=plans, tell=tell, beside=beside), not_beside=companions.failure)
 
 
 def numbers_beside(num_ranks: int, threads_of: Callable[[int], int], num_cores: int) -> list[int]:
@@ -133,6 +137,14 @@ def be_companion(job: Job, descriptors: Sequence[int]) -> None:
     """What a companion does until its orders end. descriptors: of two pipes, orders to read and answers to write."""
     # Without buffers, so that what `select` says of the pipe is all there is to say.
     orders, answers = os.fdopen(descriptors[0], "rb", buffering=0), os.fdopen(descriptors[1], "wb", buffering=0)
+    try:
+        _obey(job, orders, answers)
+    except Exception as error:
+        answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n".encode())
+        raise
+
+
+def _obey(job: Job, orders: FileIO, answers: FileIO) -> None:
     order = orders.readline().split()
     while order:
         _, number, threads = order
@@ -166,13 +178,19 @@ class _Companion:
         self._orders, self._answers = os.fdopen(orders, "wb", buffering=0), os.fdopen(answers, "rb", buffering=0)
 
     def tell(self, order: str) -> None:
-        """Raises `OSError` if it has ended."""
-        self._orders.write(f"{order}\n".encode())
+        """Raises `ConnectionError` if it has ended."""
+        try:
+            self._orders.write(f"{order}\n".encode())
+        except BrokenPipeError:
+            self.hear("", 0.0)
 
     def hear(self, answer: str, seconds: float) -> None:
-        """Wait for it. Raises `OSError` if it has ended, or does not come."""
-        if not select.select([self._answers], [], [], seconds)[0] or self._answers.readline().decode().strip() != answer:
-            raise ConnectionError("a companion has ended or hangs")
+        """Wait for it. Raises `ConnectionError` with what it said last if it has ended, and if it does not answer."""
+        if not select.select([self._answers], [], [], seconds)[0]:
+            raise ConnectionError(f"a process that computed it beside this one did not answer for {seconds:.0f} s.")
+        heard = self._answers.readline().decode().strip()
+        if not heard or heard != answer:
+            raise ConnectionError(f"a process that computed it beside this one ended{f' with {heard}' if heard else ' without a word.'}")
 
     def end(self) -> None:
         """Whatever it is doing."""

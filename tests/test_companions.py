@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -12,12 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from meshloom import companions
-from meshloom.companions import Companions, numbers_beside
+from meshloom.companions import Companions, advise_beside, numbers_beside
 from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.planner.pricing import Devices
+from meshloom.report.advice import advice_records, print_advice
 from tests.jobs import class_loss, make_job
+from tests.rehearsals import machine
 
 pytestmark = pytest.mark.processes
 LOCK_SECONDS = 0.004
@@ -65,11 +71,23 @@ def test_ranks_that_slow_each_other_down_are_found(tmp_path: Path, monkeypatch: 
     assert list(found) == [2] and 1.4 < found[2] < 2.4
 
 
-def test_a_companion_that_fails_and_a_batch_of_one_sample_measure_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_companion_that_fails_measures_nothing_and_says_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAILS_ELSEWHERE", str(os.getpid()))
-    found, ended = factors("failing", failing)
-    assert not found and ended in ([1], [-signal.SIGKILL])
-    assert not factors("crowded", replace(crowded, batch_size=1))[0]
+    target, devices = f"{__file__}:failing", Devices(num_ranks=2, machine=machine(), threads_of=lambda ranks: 1, common_memory=True)
+    with Companions(target, 2, devices.threads_of) as beside:
+        assert not beside.factors(failing)
+        assert "a process that computed it beside this one ended with AssertionError" in beside.failure
+    assert beside.processes[0].returncode in (1, -signal.SIGKILL)
+    advice = advise_beside(failing, target, devices, plans=[Plan.parse("dp=2")])
+    assert "AssertionError" in advice.not_beside
+    assert {"event": "crowd", "failure": advice.not_beside} in advice_records(advice)
+    text = io.StringIO()
+    print_advice(advice, Console(file=text, width=200))
+    assert advice.not_beside in text.getvalue()
+
+
+def test_a_batch_of_one_sample_measures_nothing():
+    assert factors("crowded", replace(crowded, batch_size=1)) == ({}, [-signal.SIGKILL])
 
 
 def test_companions_end_when_who_started_them_is_killed(tmp_path: Path):

@@ -30,7 +30,7 @@ class Advice:
     """Options that fit, fastest first, then those that do not; before them what was tried. refused: plan -> why it cannot run this job.
 
     one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data parallelism. exchange: which one, in a sentence.
-    factors: what `beside` has measured.
+    factors: what `beside` has measured. not_beside: why it has not, in a sentence.
     """
 
     options: tuple[Option, ...]
@@ -43,6 +43,7 @@ class Advice:
     speedups: tuple[Speedup, ...]
     exchange: str
     factors: Mapping[int, float] = field(default_factory=dict)
+    not_beside: str = ""
 
     @property
     def fits_on_one(self) -> bool:

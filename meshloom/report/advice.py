@@ -53,6 +53,8 @@ def print_advice(advice: Advice, console: Console) -> None:
         )
     for ranks, factor in advice.factors.items():
         _line(console, f"{ranks} ranks that compute this job at once take {factor:.2f} times as long as one alone, each with a share of the cores")
+    if advice.not_beside:
+        _line(console, advice.not_beside)
     for plan, why in advice.refused.items():
         _line(console, f"not possible: {plan}: {why}")
     if was_tried:
@@ -66,6 +68,7 @@ def advice_records(advice: Advice) -> list[dict[str, Any]]:
     options = [{"event": "plan", **option_record(each)} for each in advice.options]
     refused = [{"event": "refused", "plan": plan, "why": why} for plan, why in advice.refused.items()]
     crowds = [{"event": "crowd", "ranks": ranks, "factor": factor} for ranks, factor in advice.factors.items()]
+    crowds += [{"event": "crowd", "failure": advice.not_beside}] if advice.not_beside else []
     speedups = [{"event": "speedup", **vars(each)} for each in advice.speedups]
     best = advice.recommended
     chosen = {"plan": str(best.plan) if best else None, "why": advice.reason, "exchange": advice.exchange}
