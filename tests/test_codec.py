@@ -18,7 +18,6 @@ from meshloom.asynchronous.codec import (
     SLICE_BYTES,
     TO_SERVERS,
     TO_WORKERS,
-    Described,
     Holding,
     decode,
     encode,
@@ -26,7 +25,7 @@ from meshloom.asynchronous.codec import (
 )
 from meshloom.asynchronous.division import divide_over_servers
 from meshloom.asynchronous.greetings import Ask, Hello, Tally, Terms, Welcome
-from meshloom.comm.messages import Header, read_frames, write_frames
+from meshloom.comm.messages import Described, Header, read_frames, write_frames
 from meshloom.errors import JobError, MessageError
 from meshloom.exchange.elastic.messages import (
     Apply,
@@ -48,10 +47,10 @@ from meshloom.exchange.elastic.messages import (
 )
 
 HOLDING = Holding(
-    slices=(Described((7,), torch.float32), Described((3,), torch.bfloat16), Described((0,), torch.float64)),
-    buffers={"mean": Described((2, 3), torch.float32), "count": Described((), torch.int64)},
+    slices=(Described(dtype=torch.float32, shape=(7,)), Described(dtype=torch.bfloat16, shape=(3,)), Described(dtype=torch.float64, shape=(0,))),
+    buffers={"mean": Described(dtype=torch.float32, shape=(2, 3)), "count": Described(dtype=torch.int64, shape=())},
 )
-ELSEWHERE = Holding(slices=(Described((5,), torch.complex64),), buffers={})
+ELSEWHERE = Holding(slices=(Described(dtype=torch.complex64, shape=(5,)),), buffers={})
 LIMITS = limits_for(FROM_WORKERS | TO_WORKERS | FROM_SERVERS | TO_SERVERS, [HOLDING, ELSEWHERE])
 NUMBER, FLOAT = st.integers(0, 2**62), st.floats(allow_nan=False)
 
@@ -133,7 +132,7 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
 
 def test_large_tensors_travel_in_slices_without_a_copy() -> None:
     elements = 5 * SLICE_BYTES // 8 + 3  # two and a half slices of float32
-    holding = Holding(slices=(Described((elements,), torch.float32),), buffers={})
+    holding = Holding(slices=(Described(dtype=torch.float32, shape=(elements,)),), buffers={})
     gradient = torch.randn(elements)
     header, found = encode(Push(worker=0, incarnation=0, ticket=0, gradients=[gradient], changes=None, loss=0.0, norm=0.0), holding)
     assert [each.nbytes for each in found[3:-1]] == [SLICE_BYTES, SLICE_BYTES, gradient.nbytes - 2 * SLICE_BYTES]
@@ -185,7 +184,7 @@ def test_what_is_changed_is_refused_or_is_another_message(message: Any, change: 
 
 def test_what_no_message_can_carry_is_said_before_the_run() -> None:
     with pytest.raises(JobError, match="cannot carry"):
-        Described((3,), torch.complex32)
+        Holding.of([[]], {"gates": torch.empty(3, dtype=torch.float8_e4m3fnuz)})
 
 
 def test_holdings_are_those_of_the_division() -> None:

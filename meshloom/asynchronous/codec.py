@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshloom.asynchronous.greetings import DIGEST_BYTES, Ask, Hello, Tally, Terms, Welcome
-from meshloom.comm.messages import CODES, Header, Limits
+from meshloom.comm.messages import CODES, Described, Header, Limits
 from meshloom.errors import JobError, MessageError
 from meshloom.exchange.elastic.messages import (
     Apply,
@@ -90,18 +90,6 @@ FROM_SERVERS = frozenset(_FORMS[each].kind for each in (Staged, Kept, Back))
 TO_SERVERS = frozenset(_FORMS[each].kind for each in (Report, Apply, Give, Keep, Drop, Restore))
 
 
-@dataclass(frozen=True)
-class Described:
-    """A tensor that may travel: `shape` and `dtype`."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        if self.dtype not in CODES:
-            raise JobError(f"exchange=async sends parameters and buffers in messages, which cannot carry {self.dtype}. Use another exchange.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Holding:
     """What a server holds, as far as messages say it. slices: flat. buffers: by name; server 0 has them."""
@@ -114,8 +102,8 @@ class Holding:
         """Of all servers."""
         return [
             Holding(
-                slices=tuple(Described((each.stop - each.start,), each.parameter.dtype) for each in slices),
-                buffers={name: Described(tuple(each.shape), each.dtype) for name, each in buffers.items()} if number == 0 else {},
+                slices=tuple(_travelling(each.parameter.dtype, (each.stop - each.start,)) for each in slices),
+                buffers={name: _travelling(each.dtype, tuple(each.shape)) for name, each in buffers.items()} if number == 0 else {},
             )
             for number, slices in enumerate(division)
         ]
@@ -214,6 +202,12 @@ def _elements(dtype: torch.dtype) -> int:
 
 def _chunks(flat: Tensor) -> list[Tensor]:
     return list(flat.split(_elements(flat.dtype))) if flat.numel() else [flat]
+
+
+def _travelling(dtype: torch.dtype, shape: tuple[int, ...]) -> Described:
+    if dtype not in CODES:
+        raise JobError(f"exchange=async sends parameters and buffers in messages, which cannot carry {dtype}. Use another exchange.")
+    return Described(dtype=dtype, shape=shape)
 
 
 def _encode_held(tensors: Sequence[Tensor | None], described: Sequence[Described]) -> list[Tensor]:
