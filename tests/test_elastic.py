@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshloom.errors import PlanError, TrainingError
@@ -67,7 +67,25 @@ RUNS: dict[str, Any] = {
 }
 
 
+KILLED_BEFORE_IT_WENT_BACK: dict[str, Any] = {
+    "seen": Circumstances(
+        step_seconds=(0.1,),
+        latency_seconds=0.3,
+        incidents=(
+            Incident(what="server", number=1, at_seconds=3.0, away_seconds=3.0),
+            Incident(what="server", number=1, at_seconds=7.0, away_seconds=0.0),
+        ),
+    ),
+    "num_servers": 2,
+    "num_workers": 1,
+    "staleness": None,
+    "steps": 2,
+    "keep_every": 2,
+}
+
+
 @given(**RUNS)
+@example(**KILLED_BEFORE_IT_WENT_BACK)
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_whatever_happens(**run: Any) -> None:
     check_any(**run)

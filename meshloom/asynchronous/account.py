@@ -37,6 +37,12 @@ class Account:
         self._losses = self._losses or [update.loss]
         self._newest_ages = [*self._newest_ages[1 - AGES_SHOWN :], update.age]
 
+    def restored(self, version: int, lost: int) -> str:
+        """All servers went back to a snapshot. Count what is lost; what that means, in a sentence."""
+        self.lost += lost
+        consequence = f"the {how_many(lost, 'update')} after it are lost, and their samples are given out again" if lost else "no update is lost"
+        return f"all servers are at the snapshot of update {version} again: {consequence}"
+
     def progress(self, update: Update, *, learning_rates: list[float], memory_bytes: int, virtual_seconds: float | None = None) -> Progress:
         """How the run stands after the newest update."""
         seconds = max(time.monotonic() - self.began, 1e-9)

@@ -40,7 +40,6 @@ from meshloom.launch.signals import noted_signals
 from meshloom.plan import Plan
 from meshloom.report.progress import Listener, Summary
 from meshloom.report.summary import TimeShares
-from meshloom.report.terminal import how_many
 
 _WORKERS_GO_SECONDS = 10.0  # after the last update: to finish what nobody needs any more
 _SERVERS_GO_SECONDS = 5.0
@@ -175,11 +174,7 @@ class ProcessRun:
             return  # the start
         lost = max(lost, self.next_step - version)  # server 0 may have been killed before it had written down the newest
         self.next_step = version
-        self._account.lost += lost
-        self._listener.note(
-            f"all servers are at the snapshot of update {version} again: the {how_many(lost, 'update')} after it are lost, "
-            "and their samples are given out again"
-        )
+        self._listener.note(self._account.restored(version, lost))
 
     def _worker(self, worker: int, what: str) -> None:
         if not self._account.num_updates:

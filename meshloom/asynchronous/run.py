@@ -32,7 +32,6 @@ from meshloom.launch.one_process import world_in_one_process
 from meshloom.plan import Plan
 from meshloom.report.progress import Listener, Summary
 from meshloom.report.summary import TimeShares
-from meshloom.report.terminal import how_many
 
 
 class AsynchronousRun:
@@ -194,11 +193,8 @@ class AsynchronousRun:
     def _restored(self, event: Restored) -> None:
         if self._account.num_updates == 0 and not event.lost:
             return  # the start
-        self._account.lost += event.lost
-        self._listener.note(
-            f"at {self._cluster.seconds:g} s a server was back, and all are at the snapshot of update {event.version} again: "
-            f"the {how_many(event.lost, 'update')} after it are lost, and their samples are given out again"
-        )
+        said = self._account.restored(event.version, event.lost)
+        self._listener.note(f"at {self._cluster.seconds:g} s a server was back, and {said}")
 
     def _contents(self, version: int) -> list[Content]:
         return [storage.snapshots[version][1] for storage in self._storages]

@@ -321,7 +321,7 @@ class Head:
 
         version = max(version for version, kind in reports[0].snapshots.items() if everywhere(version, kind))
         state = reports[0].snapshots[version].state
-        lost = max(self.version, *(report.newest for report in reports.values())) - version
+        lost = reports[0].newest - version  # it does at once what the head decides; others may not have gone back the last time yet
         joining = list(self._joining)
         self._clear()
         self._reports = None
