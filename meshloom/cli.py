@@ -32,6 +32,7 @@ from meshloom.plan import Plan, num_bytes_of
 from meshloom.planner.advise import finalists, tried
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
+from meshloom.planner.rehearse import check_plan
 from meshloom.planner.staged import stage_plan, staged
 from meshloom.report.advice import advice_records, print_advice
 from meshloom.report.description import description_records, print_description
@@ -292,6 +293,8 @@ def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
     if tries and wish.machine:
         raise PlanError(f"--try trains on this machine, and --machine {wish.machine} prices plans for another. Leave one of them out.")
     plans = [Plan.parse(arguments.plan)] if arguments.plan else None
+    for plan in plans or ():
+        check_plan(job, plan)
     devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
     if isinstance(devices, int):
         return devices

@@ -91,6 +91,15 @@ def test_a_wrong_request_is_one_sentence_and_2(measured: Path, words: list[str],
     assert sentence in capsys.readouterr().err
 
 
+def test_what_cannot_be_priced_is_said_before_the_machine_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["plan", FILE, "--plan", "dp=2,exchange=async"]) == 2
+    text = capsys.readouterr().err
+    assert "has no steps that all workers take together" in text and "measured" not in text
+
+
 def test_measurements_over_another_transport_are_not_used(measured: Path):
     save(machine(transport="gloo" if HERE == "shm" else "shm"), measured)
     with pytest.raises(MachineError, match="were measured over .*, and ranks here talk over"):

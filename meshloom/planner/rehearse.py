@@ -42,6 +42,13 @@ STEPS = (3, 15)  # least and most that count
 SECONDS = 0.6  # of one rank's own clock, after which there are enough
 
 
+def check_plan(job: Job, plan: Plan) -> None:
+    """Raises `PlanError` for what can be said before anything is measured or run: no common steps, or too few samples."""
+    if plan.exchange == "async":
+        raise PlanError("exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train.")
+    plan.check_batch(job.batch_size)
+
+
 def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimizer_factor: float = 2.0) -> Rehearsal:
     """Steps of `plan` on CPUs, each rank with so many threads.
 
@@ -49,9 +56,7 @@ def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimiz
 
     Raises `PlanError` if the plan cannot run this job or the ranks do not fit into this process, and what the job raises.
     """
-    if plan.exchange == "async":
-        raise PlanError("exchange=async has no steps that all workers take together, so none can be priced. Use the virtual clock: meshloom train.")
-    plan.check_batch(job.batch_size)
+    check_plan(job, plan)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
