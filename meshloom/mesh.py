@@ -85,7 +85,7 @@ class Mesh:
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups along `axis`, each once, in order of their first rank."""
-        return tuple(group for rank in range(self.size) if (group := self.group_of(axis, rank))[0] == rank)
+        return tuple(self.group_of(axis, rank) for rank in range(self.size) if getattr(self.place(rank), axis) == 0)
 
     def teams(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica, in order of pp, then of tp.
@@ -93,7 +93,9 @@ class Mesh:
         >>> Mesh(dp=2, pp=2, tp=1).teams()
         ((0, 2), (1, 3))
         """
-        return tuple(tuple(rank for rank in range(self.size) if self.place(rank).dp == replica) for replica in range(self.dp))
+        return tuple(
+            tuple(self.rank(Place(dp=replica, pp=pp, tp=tp)) for pp in range(self.pp) for tp in range(self.tp)) for replica in range(self.dp)
+        )
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.size:
