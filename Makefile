@@ -15,7 +15,7 @@ WITH_PROCESSES = $(shell grep -l 'mark\.processes' $(AREA_FILES))
 NONE := 5
 NATIVE := setup.py $(wildcard meshloom/comm/native/*)
 
-.PHONY: train check types quick test test-all
+.PHONY: train check types quick test test-all all-without-processes all-with-processes
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -39,7 +39,12 @@ test: $(READY)
 
 test-all: $(READY)
 	$(if $(AREA),$(if $(AREA_FILES),,$(error AREA=$(AREA): there is no tests/test_$(AREA)*.py)))
+	$(MAKE) --keep-going all-without-processes all-with-processes
+
+all-without-processes: $(READY)
 	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE)
+
+all-with-processes: $(READY)
 	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest -m processes $(WITH_PROCESSES))
 
 # The environment: made once, and again when what it is made from changes.
