@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from io import FileIO
 from types import TracebackType
@@ -178,18 +178,16 @@ class _Companion:
         self._orders, self._answers = os.fdopen(orders, "wb", buffering=0), os.fdopen(answers, "rb", buffering=0)
 
     def tell(self, order: str) -> None:
-        """Raises `ConnectionError` if it has ended."""
-        try:
+        """If it has ended, the next `hear` says so."""
+        with suppress(BrokenPipeError):
             self._orders.write(f"{order}\n".encode())
-        except BrokenPipeError:
-            self.hear("", 0.0)
 
     def hear(self, answer: str, seconds: float) -> None:
         """Wait for it. Raises `ConnectionError` with what it said last if it has ended, and if it does not answer."""
         if not select.select([self._answers], [], [], seconds)[0]:
             raise ConnectionError(f"a process that computed it beside this one did not answer for {seconds:.0f} s.")
         heard = self._answers.readline().decode().strip()
-        if not heard or heard != answer:
+        if heard != answer:
             raise ConnectionError(f"a process that computed it beside this one ended{f' with {heard}' if heard else ' without a word.'}")
 
     def end(self) -> None:

@@ -55,39 +55,47 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(companions, "cores", lambda: 2)
 
 
-def factors(name: str, job: Job) -> tuple[dict[int, float], list[int]]:
-    """And the exit codes of the companions."""
+def factors(name: str, job: Job) -> tuple[dict[int, float], list[int], str]:
+    """And the exit codes of the companions, and what was said of a failure."""
     threads = torch.get_num_threads()
     with Companions(f"{__file__}:{name}", 4, lambda ranks: 1) as beside:
         found = beside.factors(job)
     assert torch.get_num_threads() == threads
-    return found, [each.returncode for each in beside.processes]
+    return found, [each.returncode for each in beside.processes], beside.failure
 
 
 def test_ranks_that_slow_each_other_down_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CROWDED", str(tmp_path))
-    found, ended = factors("crowded", crowded)
-    assert ended == [-signal.SIGKILL]
+    found, ended, failure = factors("crowded", crowded)
+    assert ended == [-signal.SIGKILL] and not failure
     assert list(found) == [2] and 1.4 < found[2] < 2.4
 
 
 def test_a_companion_that_fails_measures_nothing_and_says_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAILS_ELSEWHERE", str(os.getpid()))
-    target, devices = f"{__file__}:failing", Devices(num_ranks=2, machine=machine(), threads_of=lambda ranks: 1, common_memory=True)
-    with Companions(target, 2, devices.threads_of) as beside:
-        assert not beside.factors(failing)
-        assert "a process that computed it beside this one ended with AssertionError" in beside.failure
-    assert beside.processes[0].returncode in (1, -signal.SIGKILL)
-    advice = advise_beside(failing, target, devices, plans=[Plan.parse("dp=2")])
-    assert "AssertionError" in advice.not_beside
+    found, ended, failure = factors("failing", failing)
+    assert not found and ended in ([1], [-signal.SIGKILL])
+    assert "a process that computed it beside this one ended with AssertionError" in failure
+    devices = Devices(num_ranks=2, machine=machine(), threads_of=lambda ranks: 1, common_memory=True)
+    advice = advise_beside(failing, f"{__file__}:failing", devices, plans=[Plan.parse("dp=2")])
+    assert advice.not_beside == failure
     assert {"event": "crowd", "failure": advice.not_beside} in advice_records(advice)
     text = io.StringIO()
     print_advice(advice, Console(file=text, width=200))
     assert advice.not_beside in text.getvalue()
 
 
+def test_a_companion_that_is_killed_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FAILS_ELSEWHERE", str(os.getpid()))
+    with Companions(f"{__file__}:failing", 2, lambda ranks: 1) as beside:
+        beside.processes[0].kill()
+        beside.processes[0].wait()
+        assert not beside.factors(failing)
+    assert beside.failure.endswith("ended without a word.")
+
+
 def test_a_batch_of_one_sample_measures_nothing():
-    assert factors("crowded", replace(crowded, batch_size=1)) == ({}, [-signal.SIGKILL])
+    assert factors("crowded", replace(crowded, batch_size=1)) == ({}, [-signal.SIGKILL], "")
 
 
 def test_companions_end_when_who_started_them_is_killed(tmp_path: Path):

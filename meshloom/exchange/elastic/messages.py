@@ -116,7 +116,7 @@ class Kind:
 class Back:
     """Server -> head: what I have. asked: the incarnation of the `Report` that this answers; None: I have just started.
 
-    snapshots: by version. newest: the newest update that I ever made, also before I was killed.
+    snapshots: by version. newest: the newest update that I ever made, also before I was killed; server 0's is the history's.
     """
 
     server: int
