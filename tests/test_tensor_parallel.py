@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from meshloom.errors import CaptureError, PlanError, TrainingError
 from meshloom.job import Evaluate, Job
@@ -16,7 +17,7 @@ from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
-from tests.jobs import make_job
+from tests.jobs import Samples, make_job
 from tests.processes import on_ranks
 from tests.verified import verified
 
@@ -66,6 +67,40 @@ def test_heads_that_several_ranks_share_equal_one_device():
     assert summary.predicted == summary.counted
 
 
+class SharedValues(nn.Module):
+    """Attention with 4 query heads and 2 key and value heads, whose values are read by a layer beside it, too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.q, self.o, self.u = (nn.Linear(*sizes) for sizes in ((24, 24), (24, 24), (24, 24), (72, 24)))
+        self.kk, self.v = nn.Linear(24, 12), nn.Linear(24, 12)
+        self.g = nn.Linear(12, 72) if kind == "linear" else nn.Conv1d(12, 72, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        values = self.v(x)
+        q, k, v = (each.unflatten(-1, (-1, 6)).transpose(1, 2) for each in (self.q(x), self.kk(x), values))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        beside = self.g(values) if isinstance(self.g, nn.Linear) else self.g(values.transpose(1, 2)).transpose(1, 2)
+        return self.o(heads.transpose(1, 2).flatten(2)) + self.u(torch.tanh(beside))
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind: str):
+    """Two ranks hold the same two heads, and each was given the sum of what the further layer sends back, which so was counted twice."""
+    pins = {"q": "heads", "kk": "heads", "v": "heads", "g": "column", "u": "row"}
+    job = Job(
+        model=lambda: SharedValues(kind), loss=lambda model, batch: model(batch["x"]).square().mean(), batch_size=4, steps=2,
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=lambda: Samples(x=torch.randn(8, 5, 24)),
+    )  # fmt: skip
+    report = verify(job, Plan(tp=4, tp_placements=pins), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+    with keyed(job, str(Plan(tp=4, tp_placements=pins)), steps=2) as trainer:
+        summary = trainer.fit()
+    assert summary.predicted == summary.counted
+
+
 def test_what_is_divided_takes_less_of_every_rank():
     with keyed(make_job("mlp", "adamw"), "tp=2,tp_placements=first:column+second:row") as trainer:
         one, other = trainer.replicas
@@ -89,7 +124,7 @@ def test_bytes_along_tp_are_as_predicted(tmp_path: Path):
 
 @pytest.mark.slow  # of all axes in test_pipeline_plans.py
 def test_evaluation_is_one_devices():
-    def error(model: torch.nn.Module, batch: Any) -> Tensor:
+    def error(model: nn.Module, batch: Any) -> Tensor:
         return (model(batch["x"]).argmax(-1) != batch["y"]).double().mean()
 
     job = make_job("mlp", "sgd")

@@ -165,15 +165,27 @@ def _gradient(change: Transition, group: Group, gradient: Tensor) -> Tensor:
         if change.source != "part":
             return gradient
         return _spoken_for(before, group.rank, take(before, group.rank, gradient).clone())
-    if change.source != "part":  # everyone wants the whole sum
-        if after.is_shared:
-            return _summed(before, group, place(after, group.rank, gradient))
-        return _gathered(after, before, group, gradient)
-    if before.is_whole:  # was replicated: partial again
+    if change.source == "part" and before.is_whole:  # was replicated: partial again
         return place(after, group.rank, gradient)
     if after.is_shared:
-        return embed(owned(before), before, group.rank, _summed(owned(before), group, place(after, group.rank, gradient)))
-    return embed(owned(before), before, group.rank, _gathered(after, owned(before), group, gradient))
+        return start_sum_back(change, group, place(after, group.rank, gradient))()
+    wanted = _wanted_back(change)
+    return embed(wanted, before, group.rank, _gathered(after, wanted, group, gradient))
+
+
+def start_sum_back(change: Transition, group: Group, gradient: Tensor, *, ours: bool = False) -> Callable[[], Tensor]:
+    """Start adding up the ranks' gradients of a value that `change` made parts of; the function returned waits, and gives that of what this rank had.
+
+    gradient: of the whole value, this rank's share of the sum. ours: nobody else looks at it.
+    """
+    wanted = _wanted_back(change)
+    summing = start_sum(wanted, group, gradient, ours=ours)
+    return lambda: embed(wanted, change.before, group.rank, summing())
+
+
+def _wanted_back(change: Transition) -> Pieces:
+    """What each rank is given of a gradient: of an invariant value all of it, of parts what it alone speaks for."""
+    return owned(change.before) if change.source == "part" else change.before
 
 
 def _summed(after: Pieces, group: Group, value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.graph.collectives import Transition, start_gather, start_sum
+from meshloom.graph.collectives import Transition, start_gather, start_sum_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class _Layers(torch.autograd.Function):
         summing = None
         if ctx.needs_input_grad[2]:
             dx = layers.input_gradient(gradients, [weight for weight, _ in parted], before.shape, x)
-            summing = start_sum(before, group, dx, ours=True)
+            summing = start_sum_back(layers.change, group, dx, ours=True)
         whole = gathering() if gathering else x
         found: list[Tensor | None] = []
         for layer, (gradient, (weight, bias)) in enumerate(zip(gradients, parted, strict=True)):

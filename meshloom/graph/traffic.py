@@ -16,7 +16,7 @@ from meshloom.graph.nodes import Meta, Node, refs_in
 from meshloom.graph.operators import CrossEntropyOfPart
 from meshloom.graph.partition import Partition
 from meshloom.graph.payload import Collective, elements_of_change, elements_of_gather, elements_of_sum
-from meshloom.graph.pieces import whole
+from meshloom.graph.pieces import owned, whole
 from meshloom.graph.program import Program
 from meshloom.graph.recurrent import RecurrentOfPart
 from meshloom.graph.softmax import LogSoftmaxOfPart
@@ -96,7 +96,7 @@ def _of_node(node: Node, metas: Mapping[str, tuple[Meta, ...]], rank: int, *, ba
         if change.source == "part":
             yield "all_gather", elements_of_gather(change.before, whole(change.before.shape, change.before.num_ranks), rank)[1] * item
         if meta.requires_grad:
-            collective, count = elements_of_sum(change.before)
+            collective, count = elements_of_sum(owned(change.before) if change.source == "part" else change.before)
             yield collective, count * item
         return
     found = elements_of_change(change.source, change.target, change.before, change.after, rank, backward=backward)
