@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy
 
 from meshloom.graph.cost import Kept
-from meshloom.graph.nodes import refs_in
+from meshloom.graph.nodes import lists_in, refs_in
 from meshloom.graph.program import Program
 from meshloom.graph.stages import computed_of_the_batch, updating
 from meshloom.graph.work import Work
@@ -96,6 +96,7 @@ class Intervals:
         self.num_nodes = len(nodes)
         self._at = {node.name: number for number, node in enumerate(nodes)}
         self._free = computed_of_the_batch(program)
+        self._lists = lists_in(nodes)
         self._users = self._users_of_values()
         state = {each.value: name for name, each in (*program.parameters.items(), *program.buffers.items())}
         self.uses = {name: self._users[value] for value, name in state.items() if self._users.get(value)}
@@ -210,7 +211,7 @@ class Intervals:
         for name, number in self._at.items():
             outputs = self.program.nodes[number].outputs
             uses = [each for each in self._users[name] if each > number]
-            if name in self._free or not uses or len(outputs) != 1:
+            if name in self._free or not uses or name in self._lists:
                 continue
             size = outputs[0].num_bytes
             for received, sent in ((self._received, self._sent), *([(self._handed_back, self._returned)] if outputs[0].requires_grad else [])):
@@ -223,7 +224,7 @@ class Intervals:
         legal = numpy.ones(len(nodes) + 1, dtype=bool)
         for name, number in self._at.items():
             uses = self._users[name]
-            if name not in self._free and uses and len(nodes[number].outputs) != 1:
+            if name not in self._free and uses and name in self._lists:
                 legal[number + 1 : uses[-1] + 1] = False
         for together in updating(self.program).values():
             places = [self._at[name] for name in together]

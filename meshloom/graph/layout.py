@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshloom.graph.axes import Axis, concatenation, product, unify
-from meshloom.graph.nodes import Meta, Node, Ref
+from meshloom.graph.nodes import Meta, Node, Ref, lists_in
 from meshloom.graph.program import Program
 from meshloom.graph.routes import Route, routes_of
 from meshloom.graph.rules.call import call_of
@@ -47,8 +47,7 @@ class Layout:
     @cached_property
     def lists(self) -> frozenset[str]:
         """Values that are several tensors, or a list of one, of which nodes pick."""
-        picked = {ref.name for node in self.program.nodes if node.target is operator.getitem for ref in node.operands()}
-        return frozenset(picked | {name for name, metas in self.metas.items() if len(metas) != 1})
+        return lists_in(self.program.nodes)
 
 
 def layout_of(program: Program, rules: Rules) -> Layout:

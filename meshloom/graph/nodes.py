@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,12 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     (12, 4, 1)
     """
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def lists_in(nodes: Sequence[Node]) -> frozenset[str]:
+    """Values that are no single tensor: several of them, or a list of one, of which nodes pick; and numbers."""
+    picked = {ref.name for node in nodes if node.target is operator.getitem for ref in node.operands()}
+    return frozenset(picked | {node.name for node in nodes if len(node.outputs) != 1})
 
 
 def refs_in(value: Any) -> Iterator[Ref]:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.errors import CaptureError
 from meshloom.graph.calls import skip_draws
-from meshloom.graph.nodes import Input, Meta, Node, Ref, contiguous_strides, refs_in
+from meshloom.graph.nodes import Input, Meta, Node, Ref, lists_in, refs_in
 from meshloom.graph.program import Program
 from meshloom.graph.runner import used_variables
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,7 @@ class _Cutter:
         self.program = program
         self.num_stages = num_stages
         self.by_name = {node.name: node for node in program.nodes}
+        self.lists = lists_in(program.nodes)
         self.free = computed_of_the_batch(program)
         self.home = self._homes(stage_of)
         self.inputs = {each.value: each for each in program.inputs}
@@ -122,7 +125,7 @@ class _Cutter:
             made = [home[ref.name] for ref in node.operands() if ref.name in home and ref.name not in self.free]
             wanted = min(max([stage_of[node.name], *made]), self.num_stages - 1)
             # A node's several tensors, and numbers, do not cross: what takes them apart is where they are made.
-            parts = [home[ref.name] for ref in node.operands() if ref.name in self.by_name and not _is_tensor(self.by_name[ref.name])]
+            parts = [home[ref.name] for ref in node.operands() if ref.name in self.lists]
             home[node.name] = parts[0] if parts and wanted > parts[0] and len(set(made)) == 1 else wanted
         for buffer, together in updating(self.program).items():
             stages = {home[name] for name in together}
@@ -151,7 +154,7 @@ class _Cutter:
 
     def _check_crossing(self, crossing: Crossing) -> None:
         node = self.by_name[crossing.value]
-        if not _is_tensor(node):
+        if crossing.value in self.lists:
             raise CaptureError(
                 f"The cut between stages {crossing.source} and {crossing.destination} goes through {node.operator} at {node.line or node.path}, which gives "
                 f"{len(node.outputs) or 'no'} tensors, and only single tensors cross. Cut elsewhere."
@@ -174,7 +177,7 @@ class _Cutter:
                 program,
                 constants={name: each for name, each in program.constants.items() if name in used},
                 inputs=tuple(inputs),
-                nodes=_with_draws_in_place(nodes),
+                nodes=_with_draws_in_place(_viewing_anything(nodes) if incoming else nodes),
                 outputs=outputs,
                 out_spec=tree_flatten([0] * len(outputs))[1],
                 updates=updates,
@@ -239,15 +242,12 @@ def _with_draws_in_place(nodes: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(made)
 
 
+def _viewing_anything(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes with reshapes for views: rows of what was expanded share their memory on one device, and where they are received they do not."""
+    return [replace(node, target=aten.reshape.default) if node.target is aten.view.default else node for node in nodes]
+
+
 def _without_gaps(meta: Meta) -> Meta:
-    """Laid out as it is where that leaves no gaps in memory, else contiguous."""
-    count = 1
-    for stride, size in sorted(zip(meta.stride, meta.shape, strict=True)):
-        if size != 1 and stride != count:
-            return replace(meta, stride=contiguous_strides(meta.shape))
-        count *= size
-    return meta
-
-
-def _is_tensor(node: Any) -> bool:
-    return len(node.outputs) == 1
+    """Laid out in memory as torch lays out a copy: as it is where that leaves no gaps, else without them, its dims in the same order."""
+    copied = torch.empty_like(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta"))
+    return replace(meta, stride=tuple(copied.stride()))

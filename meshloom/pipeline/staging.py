@@ -20,6 +20,7 @@ from meshloom.errors import PlanError
 from meshloom.graph.collectives import Transition
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cut import CutChoice
+from meshloom.graph.gathered import GatheredLayers
 from meshloom.graph.loss_programs import LossPrograms, Shapes, shapes_of
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here
@@ -120,7 +121,7 @@ class Staging:
 def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
     """The stage of every node of one rank's part: its own, as in the whole program; of changes of placement where fewer bytes cross.
 
-    A change that makes a value larger is made where it is wanted, another one where the value is made.
+    A change that makes a value larger is made where it is wanted, and so is one with the layers that want it; another one where the value is made.
     """
     found = dict(stage_of)
     first_use: dict[str, int] = {}
@@ -134,5 +135,6 @@ def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str,
             continue
         made = [found[ref.name] for ref in node.operands() if ref.name in found]
         grows = isinstance(node.target, Transition) and node.target.source == "part" and node.target.target != "part"
+        grows |= isinstance(node.target, GatheredLayers)
         found[node.name] = max(made) if made and not grows else max([first_use.get(node.name, 0), *made])
     return found
