@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -166,6 +169,33 @@ def test_a_launcher_killed_with_9_leaves_nothing(tmp_path: Path) -> None:
         run.process.kill()
         run.process.wait()
         assert_nothing_left(directory, address)
+
+
+@pytest.mark.slow
+def test_a_worker_that_has_joined_ends_within_its_timeout_when_the_launcher_was_killed(tmp_path: Path) -> None:
+    """6 of 6 were still there for ever, in the end of a context whose connections could not be closed."""
+    with ElasticRun("steady", "dp=1,exchange=async", tmp_path, "--steps", "100000") as run, ExitStack() as stack:
+        address, key = run.address()
+        words = [sys.executable, "-m", "meshloom", "train", run.target, "--join", address, "--key", key, "--timeout", "20"]
+        there = [stack.enter_context(joined(words)) for _ in range(3)]
+        run.until(lambda: run.text().count("has joined") == 3)
+        run.process.kill()
+        run.process.wait()
+        for each in there:
+            _, said = each.communicate(timeout=60)
+            assert each.returncode == 1
+            assert said.strip() == f"PeerLostError: The server at {address} has not been there for 20 s, so this worker ends."
+
+
+@contextmanager
+def joined(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A further worker, that ends with the test."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow

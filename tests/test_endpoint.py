@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
 from contextlib import suppress
 
@@ -140,6 +141,33 @@ def test_a_worker_waits_for_a_server_that_is_not_there_yet():
         assert connections.poll(0.5) == [] and not connections.peers
         with server(address) as endpoint:
             meet(endpoint, connections)
+
+
+def test_a_thousand_connections_one_after_another_to_a_server_that_is_away():
+    """A worker whose servers stayed away ended up in `context.term()` for ever: one connection in some thirty could not be watched, because the name of its
+    monitor, made from an address in memory, was still in use by one before it, and what had been opened by then was never closed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        away = f"127.0.0.1:{listener.getsockname()[1]}"
+    with worker(away) as connections:
+        [line] = connections._lines  # pyright: ignore[reportPrivateUsage]
+        for _ in range(1000):
+            line.look()  # makes a socket and a watch, and may see already that nobody listens
+            line.end()
+            line._turn = 0.0  # pyright: ignore[reportPrivateUsage]  # at once, not a fifth of a second later
+
+
+def test_what_a_failed_connection_has_opened_does_not_keep_a_worker(monkeypatch: pytest.MonkeyPatch):
+    def no_watch(*_: object) -> None:
+        raise zmq.ZMQError(zmq.EADDRINUSE)
+
+    connections = worker("127.0.0.1:9")
+    monkeypatch.setattr("meshloom.comm.line.Watch", no_watch)
+    with pytest.raises(zmq.ZMQError):
+        connections.poll(0.0)
+    closing = threading.Thread(target=connections.close, args=(0.0,), daemon=True)
+    closing.start()
+    closing.join(WAIT_SECONDS)
+    assert not closing.is_alive()
 
 
 def test_a_connection_that_is_dropped_is_made_again():

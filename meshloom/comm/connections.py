@@ -90,7 +90,7 @@ class Connections:
         """End all connections once servers have taken what was sent, or after this long."""
         for line in self._lines:
             line.close(linger_seconds)
-        self._context.term()
+        self._context.destroy()  # whatever is still open would be waited for without an end otherwise
 
     def __enter__(self) -> Self:
         return self

@@ -156,7 +156,7 @@ class Endpoint:
         self._watch.close()
         self._keys_shown.close()
         self._router.close(linger=round(linger_seconds * 1000))
-        self._context.term()
+        self._context.destroy()
         self._peers.clear()
 
     def __enter__(self) -> Self:

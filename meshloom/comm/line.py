@@ -111,7 +111,9 @@ class Line:
         except EndpointError:  # it was known when the worker started
             self._turn = time.monotonic() + _RETRY_SECONDS
             return
-        made = open_socket(self._context, zmq.DEALER, self._limits, self._patience)
+        made = self._socket = open_socket(
+            self._context, zmq.DEALER, self._limits, self._patience
+        )  # kept at once, so that whatever fails, it is closed
         made.setsockopt(zmq.IPV6, six)
         made.setsockopt(zmq.ROUTING_ID, b"W" + os.urandom(15))
         made.setsockopt(zmq.PROBE_ROUTER, 1)  # the server learns of every connection, before its first message
@@ -119,7 +121,7 @@ class Line:
         made.setsockopt(zmq.CURVE_SERVERKEY, self._key.servers_public.encode())
         made.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
         made.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
-        self._socket, self._watch = made, Watch(self._context, made)
+        self._watch = Watch(self._context, made)
         self._ended = False
         self._opened = time.monotonic()
         self._turn = self._opened + self._patience.lost_after_seconds + HANDSHAKE_SECONDS

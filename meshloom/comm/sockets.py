@@ -7,6 +7,7 @@ socket connects again by itself: whoever uses it makes a new one, so that nothin
 from __future__ import annotations
 
 import ipaddress
+import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,8 @@ class Watch:
     """The events of a socket's connections, in order: (event, descriptor or detail)."""
 
     def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
-        name = f"inproc://watch-{id(self)}"
+        # A name that no watch has had: the thread that does input and output lets go of one that was closed a little later.
+        name = f"inproc://watch-{secrets.token_hex(16)}"
         watched.monitor(name, WATCHED)
         self.socket: zmq.Socket[Any] = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
