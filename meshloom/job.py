@@ -43,6 +43,11 @@ class Evaluate:
 class Job:
     """A single-device training job. It knows nothing of ranks; every rank calls the functions itself.
 
+    Each module trains in the mode in which `model` returned it, in every step, also after evaluations, under every plan: modules in evaluation mode
+    (batch norm that keeps its statistics) stay so. A model that is itself in evaluation mode (`model.training` is False, as `from_pretrained`
+    returns it) trains in training mode, all of it, as after `model.train()`; to keep parts of such a one in evaluation mode, call `model.train()`
+    in the function and then `.eval()` of the parts.
+
     model: builds the module. Called once per rank under the same seed.
     loss: of (model, batch); returns the mean over the batch's samples, or (sum, weight) for a mean over something else.
     optimizer: of a list of (name, full-shape parameter); returns one optimizer, or several over disjoint parameters.

@@ -39,6 +39,7 @@ from meshloom.exchange.zero import ZeroOne
 from meshloom.job import Job
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis
+from meshloom.modes import Modes
 from meshloom.pipeline.recorder import Recorder
 from meshloom.pipeline.run import Both
 from meshloom.pipeline.spans import SpanKind
@@ -122,6 +123,7 @@ class Replica:
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
         self.pace = Pace([self.replicas, seat.statistics], seat.device) if plan.shares == "measured" else None
         self.model = build_model(job, seat.device, dtype)
+        self._modes = Modes(self.model)
         self.named = trainable(self.model)
         self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
         self._num_parameters = sum(each.numel() for each in self.model.parameters())
@@ -205,7 +207,6 @@ class Replica:
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers change, parameters do not."""
         self._check_frozen()
-        self.model.train() if not self.model.training else None
         if self.pace:
             self.pace.begin()
         self.exchange.begin_step()
@@ -213,12 +214,13 @@ class Replica:
         doing = self.seat.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
-        if self.staged:
-            yield from self._run_stages(self.staged, filled)
-            # On a communicator of its own: gradients have started to travel, on some replicas more than on others.
-            work = self._add_up_tally(self.seat.statistics)
-        else:
-            work = self._run_chunks(filled)
+        with self._modes.training():
+            if self.staged:
+                yield from self._run_stages(self.staged, filled)
+                # On a communicator of its own: gradients have started to travel, on some replicas more than on others.
+                work = self._add_up_tally(self.seat.statistics)
+            else:
+                work = self._run_chunks(filled)
         doing.enter("exchanging", step)
         if self.pace:
             self.pace.end(sum(chunk.samples for chunk in filled))
@@ -320,9 +322,7 @@ class Replica:
         assert self.job.evaluate
         metrics = self.job.evaluate.metrics
         tally = MetricSums(metrics, self.seat.device)
-        was_training = self.model.training
-        self.model.eval()
-        with torch.no_grad():
+        with self._modes.evaluation(), torch.no_grad():
             for chunk in chunks:
                 if not chunk.samples:
                     continue
@@ -332,7 +332,6 @@ class Replica:
                         yield from self.staged.evaluate(data, metric, partial(tally.add, name, chunk))
                     else:
                         tally.add(name, chunk, metric(self.model, data))
-        self.model.train(was_training)
         if self.staged:
             yield from self.staged.add_up(tally.sums)
         if self.plan.dp > 1:

@@ -23,6 +23,7 @@ from meshloom.exchange.elastic.worker import Computed
 from meshloom.exchange.exchange import Slice
 from meshloom.job import Job
 from meshloom.loss import as_sum
+from meshloom.modes import Modes
 from meshloom.plan import Plan
 from meshloom.random import KeyedDraws, chunk_seed, seed_everything
 from meshloom.state.clipping import sum_of_squares
@@ -50,6 +51,7 @@ class WorkerReplica:
 
     def __init__(self, job: Job, plan: Plan, device: torch.device, dtype: torch.dtype | None) -> None:
         self.model = build_model(job, device, dtype)
+        self._modes = Modes(self.model)
         self._job = job
         self._plan = plan
         self._device = device
@@ -71,13 +73,13 @@ class WorkerReplica:
 
     def compute(self, worker: int, chunks: Sequence[Chunk]) -> Computed:
         """Mean gradient of a share at what was loaded. Raises `TrainingError` if its loss is no number."""
-        self.model.train()
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self._gradients.begin_step()
         self._tally.begin()
         for chunk in chunks:
             data = self._data(chunk)
             with ExitStack() as around:
+                around.enter_context(self._modes.training())
                 self._begin(chunk, around)
                 root, _, _ = self._tally.add(self._job.loss(self.model, data), chunk)
                 root.backward()
@@ -103,8 +105,7 @@ class WorkerReplica:
         assert self._job.evaluate
         metrics = self._job.evaluate.metrics
         sums = MetricSums(metrics, self._device)
-        self.model.eval()
-        with torch.no_grad():
+        with self._modes.evaluation(), torch.no_grad():
             for chunk in chunks:
                 data = self._data(chunk)
                 for name, metric in metrics.items():

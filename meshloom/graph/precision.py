@@ -12,6 +12,7 @@ from torch import nn
 from meshloom.errors import JobError
 from meshloom.graph.leaves import leaves_of
 from meshloom.job import Job
+from meshloom.modes import as_trained
 from meshloom.random import model_seed, preserved_draws, seed_everything
 
 
@@ -25,7 +26,7 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool) -> nn.Mo
     for tensor in (*model.parameters(), *model.buffers()):
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-    return model.train(training) if model.training is not training else model  # modules that the job froze in evaluation mode stay so
+    return as_trained(model) if training else model.eval()
 
 
 def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:

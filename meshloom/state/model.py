@@ -12,11 +12,13 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.errors import JobError
 from meshloom.job import Job
+from meshloom.modes import as_trained
 from meshloom.plan import Plan
 from meshloom.random import model_seed, seed_everything
 
 
 def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The job's model in the mode that it trains in."""
     seed_everything(model_seed(job.seed))
     model = job.model()
     if not isinstance(model, nn.Module):
@@ -27,7 +29,7 @@ def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn
     model = model.to(device)
     for tensor in (*model.parameters(), *model.buffers()) if dtype else ():  # Module.to would drop the imaginary part of complex ones
         tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
-    return model
+    return as_trained(model)
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

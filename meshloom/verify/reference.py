@@ -78,6 +78,9 @@ class Reference:
         with preserved_draws():
             seed_everything(model_seed(job.seed))
             self.model = convert_model(job.model(), self.device, dtype)
+            if not self.model.training:  # handed over in evaluation mode as a whole
+                self.model.train()
+            self._modes = [(module, module.training) for module in self.model.modules()]  # modules that the job keeps in evaluation mode stay so
             named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
             built = job.optimizer(named)
             self._optimizers = list(built) if isinstance(built, list | tuple) else [built]
@@ -120,7 +123,8 @@ class Reference:
         with preserved_draws(), self._watch.attached():
             self._samples = next(self._batches)
             self._number += 1
-            self.model.train() if not self.model.training else None  # modules that the job froze in evaluation mode stay so
+            for module, training in self._modes:
+                module.training = training
             self._before = {name: value.detach().clone() for name, value in self._state()}
             self._casts = CastWatch(self.precision, self._watch)
             self._chunks = []
