@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from meshloom.asynchronous.options import add_asynchronous
 from meshloom.launch.hang import DEFAULT_SECONDS
@@ -12,10 +13,32 @@ TRANSPORT_HELP = "what ranks on the CPU talk through: auto (shared memory where 
 JSON_HELP = "write records as JSON lines to FILE; - is standard output"
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """What the command line asks for. `words` of it are the job file's own: what follows `--`. A mistake ends the process, as is usual."""
+    own = list(words)
+    theirs: list[str] | None = None
+    if "--" in own:
+        at = own.index("--")
+        own, theirs = own[:at], own[at + 1 :]
+    made = parser()
+    arguments, unknown = made.parse_known_args(own)
+    if unknown:
+        told = ""
+        if "target" in arguments and theirs is None:
+            told = f" Words for the job file follow --, as in: meshloom {arguments.verb} {arguments.target} -- {' '.join(unknown)}"
+        made.error(f"unrecognized arguments: {' '.join(unknown)}.{told}")
+    if theirs is not None and "target" not in arguments:
+        made.error(f"meshloom {arguments.verb} loads no job file, so nothing can follow --.")
+    arguments.words = tuple(theirs or ())
+    return arguments
+
+
 def parser() -> argparse.ArgumentParser:
     """Of `meshloom`."""
     made = argparse.ArgumentParser(
-        prog="meshloom", description="Train a single-device PyTorch job on many devices, and prove that the result is the same."
+        prog="meshloom",
+        description="Train a single-device PyTorch job on many devices, and prove that the result is the same.",
+        epilog="What follows -- is for the job file, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
     )
     verbs = made.add_subparsers(dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report")
     _add_runs(

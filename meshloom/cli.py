@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 
-from meshloom.arguments import parser
+from meshloom.arguments import parse
 from meshloom.asynchronous.options import check_asynchronous, circumstances_of, settings_of
 from meshloom.asynchronous.playing import join
 from meshloom.asynchronous.processes import ProcessRun
@@ -26,7 +26,7 @@ from meshloom.companions import advise_beside, be_companion
 from meshloom.errors import JobError, PlanError
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
-from meshloom.jobfile import check_target, load_job
+from meshloom.jobfile import as_program, check_target, load_job
 from meshloom.launch import choose_devices, choose_for_workers, default_ranks, is_first_rank, is_rank, leave, report_failure, run_ranks
 from meshloom.plan import Plan, num_bytes_of
 from meshloom.planner.advise import finalists, tried
@@ -52,7 +52,7 @@ LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 the run failed, 2 the request was wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser().parse_args(words)
+    arguments = parse(words)
     if is_rank():
         try:
             return _run_here(arguments)
@@ -100,11 +100,13 @@ def _run_here(arguments: argparse.Namespace) -> int:
     for flag in ("steps", "batch", "depth", "try"):
         if (number := getattr(arguments, flag, None)) is not None and number < 1:
             raise PlanError(f"--{flag} {number} must be 1 or more.")
-    job = load_job(arguments.target)
-    if job is None:
-        print(f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it.", file=sys.stderr)
-        return 0
     with ExitStack() as stack:
+        stack.enter_context(as_program(arguments.target, arguments.words))
+        job = load_job(arguments.target)
+        if job is None:
+            text = f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it."
+            print(text, file=sys.stderr)
+            return 0
         records = _Records(arguments.json, stack)
         if arguments.verb == "describe":
             return _describe(arguments, job, records)
@@ -123,7 +125,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
     plan = _plan(arguments)
     if arguments.join is not None:
-        join(job, arguments.target, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
+        join(job, arguments.target, arguments.words, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
         return 0
     listener = Listener(
         started=terminal.start,
@@ -168,7 +170,7 @@ def _train_on_processes(
 ) -> int:
     """The launcher's part: servers and workers are processes that it starts."""
     settings = settings_of(arguments, job)
-    run = ProcessRun(job, plan, settings, listener, arguments.target)
+    run = ProcessRun(job, plan, settings, listener, arguments.target, arguments.words)
     listener.started(f"plan {plan} on {why}")
     parameters = sum(each.numel() for each in run.model.parameters())
     _announce_start(job, plan, run.model, parameters, settings.steps, run.next_step, terminal)
@@ -299,9 +301,9 @@ def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
     if isinstance(devices, int):
         return devices
     with console.status("") as status:
-        found = advise_beside(job, arguments.target, devices, plans=plans, tell=status.update)
+        found = advise_beside(job, arguments.target, devices, words=arguments.words, plans=plans, tell=status.update)
         if tries:
-            measured = try_plans(finalists(found, tries), arguments.target, arguments.transport, status.update)
+            measured = try_plans(finalists(found, tries), arguments.target, arguments.transport, status.update, arguments.words)
             if isinstance(measured, int):
                 return measured
             found = tried(found, measured)

@@ -44,13 +44,13 @@ TURN_SECONDS = 120.0  # until it stands still
 class Companions(AbstractContextManager["Companions"]):
     """Processes that have loaded the job, as many as are needed beside this one. They start at once, and are waited for when they are needed.
 
-    target: the job's FILE.py:NAME. num_ranks: at most, of plans. threads_of: of each of so many ranks.
+    target: the job's FILE.py:NAME. words: its sys.argv after its name. num_ranks: at most, of plans. threads_of: of each of so many ranks.
     """
 
-    def __init__(self, target: str, num_ranks: int, threads_of: Callable[[int], int]) -> None:
+    def __init__(self, target: str, num_ranks: int, threads_of: Callable[[int], int], words: Sequence[str] = ()) -> None:
         self._threads_of = threads_of
         self._numbers = numbers_beside(num_ranks, threads_of, cores())
-        self._all = [_Companion(target) for _ in range(max(self._numbers, default=1) - 1)]
+        self._all = [_Companion(target, words) for _ in range(max(self._numbers, default=1) - 1)]
         self.failure = ""  # of the last measuring, in a sentence
 
     @property
@@ -107,14 +107,15 @@ class Companions(AbstractContextManager["Companions"]):
 
 
 def advise_beside(
-    job: Job, target: str, devices: Devices, *, plans: Sequence[Plan] | None = None, tell: Callable[[str], None] = lambda text: None
-) -> Advice:
-    """As `advise`, of plans that run on this machine with companions beside it. target: the job's FILE.py:NAME."""
+    job: Job, target: str, devices: Devices, *, words: Sequence[str] = (), plans: Sequence[Plan] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Advice:  # fmt: skip
+    """As `advise`, of plans that run on this machine with companions beside it. target, words: the job's FILE.py:NAME, its sys.argv after its name."""
     keep_freed_memory()  # plans are rehearsed in this process as they run in others
     num_ranks = max((plan.mesh.size for plan in plans), default=1) if plans is not None else devices.num_ranks
     if devices.here is not None and devices.here.name != devices.machine.name:
         return advise(job, devices, plans=plans, tell=tell)
-    with Companions(target, num_ranks, devices.threads_of) as companions:
+    with Companions(target, num_ranks, devices.threads_of, words) as companions:
 
         def beside() -> dict[int, float]:
             tell("measuring how ranks slow each other down")
@@ -163,14 +164,14 @@ def _obey(job: Job, orders: FileIO, answers: FileIO) -> None:
 class _Companion:
     """One process, as this one sees it."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, words: Sequence[str]) -> None:
         their_orders, orders = os.pipe()
         answers, their_answers = os.pipe()
         descriptors = (their_orders, their_answers)
-        words = [sys.executable, "-m", "meshloom", "plan", target, "--companion", ",".join(map(str, descriptors))]
+        command = [sys.executable, "-m", "meshloom", "plan", target, "--companion", ",".join(map(str, descriptors)), "--", *words]
         try:
             self.process = subprocess.Popen(
-                words, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
         finally:
             os.close(their_orders)

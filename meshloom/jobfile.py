@@ -5,9 +5,12 @@ Every rank loads the file itself, so nothing of a job is ever pickled.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +22,27 @@ from meshloom.job import Job
 def check_target(target: str) -> tuple[Path, str]:
     """The file and the name in it, without loading the file. The name is `job` when left out."""
     text, colon, name = target.rpartition(":")
-    path, name = (Path(text), name) if colon and name.isidentifier() else (Path(target), "job")
+    text, name = (text, name) if colon and name.isidentifier() else (target, "job")
+    path = Path(text)
+    if not path.exists() and all(part.isidentifier() for part in text.split(".")):  # as after `python -m`
+        as_module = Path(*text.split(".")).with_suffix(".py")
+        path = as_module if as_module.is_file() else path
     if not path.is_file():
         raise JobError(f"There is no file {path}. Give the Python file that holds the job, as FILE.py or FILE.py:NAME.")
     if path.suffix != ".py":
         raise JobError(f"{path} is not a Python file. Give the file that holds the job, as FILE.py or FILE.py:NAME.")
     return path, name
+
+
+@contextmanager
+def as_program(target: str, words: Sequence[str]) -> Generator[None]:
+    """A process as the job file would find it if it were the program: sys.argv is its name and `words`, not what meshloom was started with."""
+    before = sys.argv
+    sys.argv = [str(check_target(target)[0]), *words]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def load_job(target: str) -> Job | None:
@@ -51,15 +69,45 @@ def load_job(target: str) -> Job | None:
 
 
 def _load(path: Path) -> ModuleType:
-    # A name of its own, so that a file called random.py does not hide the library's.
-    name = f"meshloom_job_{path.stem}"
-    specification = importlib.util.spec_from_file_location(name, path.resolve())
+    """Run the file. It finds what stands beside it, as under `python FILE`, and what is in the working directory, as under `python -m`."""
+    file, here = path.resolve(), Path.cwd()
+    top = file.parent  # above the packages that the file is in
+    while (top / "__init__.py").is_file():
+        top = top.parent
+    if str(here) not in sys.path:
+        sys.path.insert(0, str(here))
+    sys.path.insert(0, str(top))
+    if top != file.parent:  # last, because a module of a package hides nothing
+        sys.path.append(str(file.parent))
+    name = _module_name(file, here) or _module_name(file, top)
+    if name:
+        sys.modules.pop(name, None)
+        importlib.import_module(name.rpartition(".")[0])
+        if name in sys.modules:  # the package imports it itself
+            return sys.modules[name]
+    # Where it is in no package, a name of its own, so that a file called random.py does not hide the library's.
+    name = name or f"meshloom_job_{file.stem}"
+    specification = importlib.util.spec_from_file_location(name, file)
     assert specification and specification.loader
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # dataclasses and reader processes look their module up
-    sys.path.insert(0, str(path.resolve().parent))
     specification.loader.exec_module(module)
     return module
+
+
+def _module_name(file: Path, root: Path) -> str | None:
+    """As what `python -m` would run the file in the directory `root`, which is on the path; None if it is in no package there."""
+    if root not in file.parents:
+        return None
+    *packages, last = file.relative_to(root).with_suffix("").parts
+    if not packages or not all(each.isidentifier() for each in packages) or "." in last:
+        return None
+    try:
+        found = importlib.util.find_spec(packages[0])
+    except ValueError:
+        return None
+    places = [Path(each).resolve() for each in found.submodule_search_locations or ()] if found else []
+    return ".".join([*packages, last]) if root.resolve() / packages[0] in places else None  # and not another package of this name
 
 
 def _advice(path: Path, module: Any) -> str:

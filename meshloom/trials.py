@@ -30,10 +30,12 @@ MOST_STEPS = 1200  # taken at all, where full batches are rare
 STOPPED = (129, 130, 143)  # exit codes of runs that a signal has ended
 
 
-def try_plans(options: Sequence[Option], target: str, transport: str, tell: Callable[[str], None]) -> dict[str, float | None] | int:
+def try_plans(
+    options: Sequence[Option], target: str, transport: str, tell: Callable[[str], None], words: Sequence[str] = ()
+) -> dict[str, float | None] | int:
     """Plan -> seconds of a step, the median; None if it failed, after its ranks have said why. The exit code if a signal has ended them.
 
-    target: the job's FILE.py:NAME. tell: hears which plan is tried.
+    target: the job's FILE.py:NAME. words: its sys.argv after its name. tell: hears which plan is tried.
     """
     took: dict[str, list[float]] = {str(option.plan): [] for option in options}
     failed: set[str] = set()
@@ -46,8 +48,8 @@ def try_plans(options: Sequence[Option], target: str, transport: str, tell: Call
                 continue
             tell(f"trial {number + 1} of {len(turns)}: {plan}")
             steps = min(max(STEPS[0], round(SECONDS / option.price.seconds)), STEPS[1])
-            words = ["plan", target, "--plan", str(plan), "--transport", transport, "--trial", str(path), "--trial-steps", str(steps)]
-            code = run_ranks([sys.executable, "-m", "meshloom", *words], plan.mesh, "cpu", str(plan), transport=transport)
+            request = ["plan", target, "--plan", str(plan), "--transport", transport, "--trial", str(path), "--trial-steps", str(steps)]
+            code = run_ranks([sys.executable, "-m", "meshloom", *request, "--", *words], plan.mesh, "cpu", str(plan), transport=transport)
             if code in STOPPED:
                 return code
             if code:

@@ -14,6 +14,7 @@ import pytest
 from meshloom.cli import main
 
 FILE = str(Path(__file__).with_name("job_file.py"))
+WORDS = str(Path(__file__).with_name("words_job.py"))
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +111,50 @@ def test_cuda_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> N
     assert "devices=cuda needs 64 GPUs" in capsys.readouterr().err
 
 
+LARGER = ["--", "--batch", "6", "--steps", "2"]  # words that only tests/words_job.py knows
+
+
+@pytest.mark.parametrize("verb", [["train"], ["train", "--plan", "dp=2", "--devices", "simulated"], ["verify"], ["describe"]])
+def test_what_follows_two_dashes_is_the_job_files(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """There was no way to say `--lr 0.5` to a job file, and one that parses sys.argv ended at meshloom's words."""
+    assert main([verb[0], WORDS, *verb[1:], *LARGER]) == 0
+    captured = capsys.readouterr()
+    assert {"train": "batches of 6 samples", "verify": "EQUAL", "describe": "6 samples"}[verb[0]] in captured.out
+    assert "words_job.py sees --batch 6 --steps 2\n" in captured.err
+
+
+def test_a_job_file_that_parses_words_finds_none_where_none_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", WORDS, "--steps", "1"]) == 0
+    assert "batches of 4 samples over 1 replica x 1 chunk; 1 step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["train", WORDS, "--batch", "6"], f"Words for the job file follow --, as in: meshloom train {WORDS} -- --batch 6"),
+        (["calibrate", "--", "6"], "meshloom calibrate loads no job file, so nothing can follow --."),
+    ],
+)
+def test_words_in_the_wrong_place_are_said(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "plan",
+    [["dp=2", "--devices", "cpu"], *(pytest.param(each, marks=pytest.mark.slow) for each in (["dp=2,exchange=async"], ["dp=2,exchange=async,tp=2"]))],
+)
+def test_every_process_of_a_run_has_the_files_words(plan: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", WORDS, "--plan", *plan, "--json", str(tmp_path / "run"), *LARGER]) == 0
+    found = records((tmp_path / "run").read_text())
+    assert (found[0]["batch_size"], found[0]["steps"]) == (6, 2)
+    said = [line for line in capfd.readouterr().err.splitlines() if "words_job.py sees" in line]
+    assert len(said) >= 2
+    assert all(line.endswith("sees --batch 6 --steps 2") for line in said)
+
+
 @pytest.mark.processes
 def test_processes_and_simulated_devices_give_the_same_losses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for devices in ("simulated", "cpu"):
@@ -130,8 +175,10 @@ def test_an_own_loop_runs_on_processes_too(capfd: pytest.CaptureFixture[str]) ->
 def test_torchrun_starts_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a directory of logs there
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, "-m", "meshloom", "train", FILE, "--plan", "dp=2", "--json", "-"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, "-m", "meshloom", "train", WORDS, "--plan", "dp=2", "--json", "-", *LARGER], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     found = records(done.stdout)
-    assert found[0]["devices"] == "cpu"
-    assert [record["step"] for record in found if record["event"] == "step"] == [1, 2, 3, 4]
+    assert (found[0]["devices"], found[0]["batch_size"]) == ("cpu", 6)
+    assert [record["step"] for record in found if record["event"] == "step"] == [1, 2]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from meshloom.errors import JobError
 from meshloom.job import Job
-from meshloom.jobfile import load_job
+from meshloom.jobfile import as_program, load_job
 
 JOB = """
 import torch
@@ -92,3 +93,69 @@ def test_a_file_of_another_kind_is_said(tmp_path: Path) -> None:
     (tmp_path / "job.txt").write_text("")
     with pytest.raises(JobError, match=r"job\.txt is not a Python file"):
         load_job(str(tmp_path / "job.txt"))
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """A working directory that holds pkg/jobs/train.py, whose `from ..sizes import BATCH` is what `python -m pkg.jobs.train` allows."""
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(Path.cwd()))])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg" / "jobs").mkdir(parents=True)
+    (tmp_path / "pkg" / "sizes.py").write_text("BATCH = 5\n")
+    (tmp_path / "pkg" / "jobs" / "train.py").write_text(JOB.replace("{name}", "job").replace("helper_beside", "..sizes"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("initialised", [("pkg", "pkg/jobs"), ("pkg/jobs",), ("pkg",), ()])
+@pytest.mark.parametrize("target", ["pkg/jobs/train.py", "pkg.jobs.train", "pkg.jobs.train:make"])
+def test_relative_imports_work_as_under_python_m(packages: Path, initialised: tuple[str, ...], target: str) -> None:
+    """They ended in `attempted relative import with no known parent package`, with __init__.py or without."""
+    for directory in initialised:
+        (packages / directory / "__init__.py").write_text("")
+    found = load_job(target)
+    assert found is not None
+    assert found.batch_size == 5
+    assert found.loss.__module__ == "pkg.jobs.train"
+
+
+def test_a_package_elsewhere_is_imported_too(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for directory in ("pkg", "pkg/jobs"):
+        (packages / directory / "__init__.py").write_text("")
+    (packages / "empty").mkdir()
+    monkeypatch.chdir(packages / "empty")
+    found = load_job("../pkg/jobs/train.py")
+    assert found is not None
+    assert found.batch_size == 5
+
+
+def test_the_working_directory_is_importable(packages: Path) -> None:
+    """The console script has its own directory first on the path, so `import config` beside where one stands failed from there."""
+    (packages / "config.py").write_text("BATCH = 7\n")
+    (packages / "jobs").mkdir()
+    (packages / "jobs" / "train.py").write_text(JOB.replace("{name}", "job").replace("helper_beside", "config"))
+    found = load_job("jobs/train.py")
+    assert found is not None
+    assert found.batch_size == 7
+
+
+def test_a_directory_with_the_name_of_another_package_is_no_package(packages: Path) -> None:
+    """A file in `torch/` is not torch's."""
+    (packages / "torch").mkdir()
+    (packages / "torch" / "job.py").write_text(JOB.replace("{name}", "job").replace("from helper_beside import BATCH", "BATCH = 3"))
+    found = load_job("torch/job.py")
+    assert found is not None
+    assert found.batch_size == 3
+
+
+def test_words_are_the_files_own(packages: Path) -> None:
+    """A file with argparse at import saw meshloom's words, and ended with a usage that was not asked for."""
+    before = sys.argv
+    text = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr', type=float)\nlr = parser.parse_args().lr\n"
+    (packages / "job.py").write_text(text + JOB.replace("{name}", "job").replace("from helper_beside import BATCH", "BATCH = round(10 * lr)"))
+    with as_program("job.py:job", ["--lr", "0.5"]):
+        found = load_job("job.py:job")
+        assert sys.argv == ["job.py", "--lr", "0.5"]
+    assert sys.argv is before
+    assert found is not None
+    assert found.batch_size == 5

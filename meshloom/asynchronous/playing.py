@@ -16,7 +16,7 @@ from meshloom.asynchronous.working import WorkerProcess, ask
 from meshloom.comm.keys import read_worker_key
 from meshloom.errors import PlanError
 from meshloom.job import Job
-from meshloom.jobfile import load_job
+from meshloom.jobfile import as_program, load_job
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.role import Role
 from meshloom.launch.signals import noted_signals
@@ -30,7 +30,7 @@ _FOR_EVER_SECONDS = 1e7  # how long a rank waits for what its worker is given
 def play(role: Role) -> None:
     """Be what the launcher has started this process as, until the run is over or the launcher says so."""
     keep_freed_memory()
-    with noted_signals() as signals:
+    with noted_signals() as signals, as_program(role.target, role.words):
         job, plan = load_job(role.target), Plan.parse(role.plan)
         assert job is not None, "the launcher has loaded it"
         if role.kind == "server":
@@ -41,13 +41,14 @@ def play(role: Role) -> None:
             _be_rank(role, job, plan, signals)
 
 
-def join(job: Job, target: str, plan: Plan | None, address: str, key: Path, timeout_seconds: float) -> None:
-    """Be a further worker of the run whose server 0 is at HOST:PORT. target: the job's FILE.py:NAME. plan: what the user says it is; None: nothing.
+def join(job: Job, target: str, words: tuple[str, ...], plan: Plan | None, address: str, key: Path, timeout_seconds: float) -> None:
+    """Be a further worker of the run whose server 0 is at HOST:PORT.
 
+    target, words: the job's FILE.py:NAME, and its sys.argv after its name. plan: what the user says it is; None: nothing.
     Raises `PlanError` or `JobError` if it is another run, `EndpointError` if the key is another's, `PeerLostError` if servers stay away so long.
     """
     role = Role(
-        kind="worker", target=target, plan="", settings="", number=0, start=1, directory=str(key.parent),
+        kind="worker", target=target, words=words, plan="", settings="", number=0, start=1, directory=str(key.parent),
         addresses=(address,), head="", key=str(key), timeout_seconds=timeout_seconds,
     )  # fmt: skip
     keep_freed_memory()

@@ -48,14 +48,15 @@ _SERVERS_GO_SECONDS = 5.0
 class ProcessRun:
     """A job under a plan with exchange=async, on processes of this machine and those that join them.
 
-    target: the job's FILE.py:NAME, which every process loads itself. `next_step` is the number of updates that are made, `model` what was looked at last.
+    target, words: the job's FILE.py:NAME, which every process loads itself, and its sys.argv after its name.
+    `next_step` is the number of updates that are made, `model` what was looked at last.
     """
 
-    def __init__(self, job: Job, plan: Plan, settings: Settings, listener: Listener, target: str) -> None:
+    def __init__(self, job: Job, plan: Plan, settings: Settings, listener: Listener, target: str, words: tuple[str, ...] = ()) -> None:
         if settings.circumstances != Circumstances():
             raise PlanError("Speeds, latencies and incidents are of a virtual clock. Use --devices simulated, or leave them out.")
         plan.check_batch(job.batch_size)
-        self._job, self._plan, self._settings, self._listener, self._target = job, plan, settings, listener, target
+        self._job, self._plan, self._settings, self._listener, self._target, self._words = job, plan, settings, listener, target, words
         shares = Shares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
         self._inspection = Inspection(job, plan, settings, replica)
@@ -84,7 +85,9 @@ class ProcessRun:
         """Train to the last update. Raises `EndedError` when a process fails or a signal comes, `TrainingError` when no worker is left."""
         with noted_signals() as signals, _run_directory(self._settings.out) as directory:
             plan = self._plan
-            program = Program(module="meshloom.asynchronous", target=self._target, plan=str(plan), settings=self._settings.to_json())
+            program = Program(
+                module="meshloom.asynchronous", target=self._target, words=self._words, plan=str(plan), settings=self._settings.to_json()
+            )
             with ElasticProcesses(
                 program, directory, self._settings.listen, num_servers=plan.servers, num_workers=plan.dp, ranks_per_worker=inner_plan(plan).mesh.size
             ) as processes:

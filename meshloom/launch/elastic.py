@@ -39,12 +39,13 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What all processes run, a module, and what they are told: the job's FILE.py:NAME, the plan and the settings as text."""
+    """What all processes run, a module, and what they are told: the job's FILE.py:NAME and its sys.argv after its name, the plan and the settings as text."""
 
     module: str
     target: str
     plan: str
     settings: str
+    words: tuple[str, ...] = ()
 
 
 class ElasticProcesses:
@@ -147,7 +148,7 @@ class ElasticProcesses:
     def _role(self, kind: Literal["server", "worker"], number: int, start: int, addresses: tuple[str, ...], head: str) -> Role:
         program = self._program
         return Role(
-            kind=kind, target=program.target, plan=program.plan, settings=program.settings, number=number, start=start,
+            kind=kind, target=program.target, words=program.words, plan=program.plan, settings=program.settings, number=number, start=start,
             directory=str(self._directory), addresses=addresses, head=head, key=str(self.worker_key),
         )  # fmt: skip
 

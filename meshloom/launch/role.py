@@ -13,7 +13,7 @@ from typing import Any, Literal
 class Role:
     """What the launcher tells a process that it starts.
 
-    target, plan, settings: the job's FILE.py:NAME, the plan's text, and the run's settings as JSON.
+    target, words, plan, settings: the job's FILE.py:NAME, its sys.argv after its name, the plan's text, and the run's settings as JSON.
     number: of a server, from 0; of a worker, how many were started before it (the number that it gets from server 0 may be another).
     start: how many times that server has been started, from 1. directory: of the run; keys and snapshots are there.
     addresses: HOST:PORT of all servers, for workers. head: likewise of server 0, for the other servers.
@@ -34,6 +34,7 @@ class Role:
     key: str = ""
     timeout_seconds: float = math.inf
     rank: int | None = None
+    words: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -46,6 +47,6 @@ class Role:
     @staticmethod
     def from_json(text: str) -> Role:
         values: dict[str, Any] = json.loads(text)
-        for name in ("addresses", "listening"):
+        for name in ("addresses", "listening", "words"):
             values[name] = tuple(values[name])
         return Role(**values)
