@@ -95,6 +95,58 @@ def test_nan_is_never_equal():
     assert not compare(broken, broken).passed
 
 
+MASK = torch.full((3, 3), -math.inf, dtype=torch.float64).triu(1)
+
+
+def test_a_mask_of_infinities_is_equal_to_itself():
+    """The story: every model with a causal mask of -inf in a buffer was told that it differs, by -inf - -inf = NaN, and its other buffers, too."""
+    odd = tensor(math.inf, -math.inf, math.nan, 2.0)
+    turned = torch.complex(odd, tensor(1.0, math.nan, 3.0, -math.inf))
+    one = record(buffers={"mask": MASK, "odd": odd, "turned": turned, "mean": tensor(1.0, 1.0)})
+    ours = record(buffers={"mask": MASK.clone(), "odd": odd.clone(), "turned": turned.clone(), "mean": tensor(1.0, 1.0)})
+    assert compare(ours, one).passed
+    ours = record(buffers={**one.buffers, "odd": tensor(math.inf, -math.inf, math.nan, 2.002), "mean": tensor(1.0, 1.1)})
+    comparison = compare(ours, one)
+    assert comparison.failed("buffer") == ["odd", "mean"]
+    assert error_of(comparison, "odd", "buffer") == pytest.approx(0.001)  # of what is finite in it
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 0.0, -1e300])
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "complex buffer"])
+def test_what_is_infinite_on_one_side_only_differs(kind, value):
+    right, wrong = tensor(-math.inf, 1.0), tensor(value, 1.0)
+    if kind == "complex buffer":
+        right, wrong = torch.complex(tensor(0.0, 1.0), right), torch.complex(tensor(0.0, 1.0), wrong)
+    where = "parameters" if kind == "parameter" else "buffers"
+    name = "unused" if kind == "parameter" else "mask"
+
+    def made(value: Tensor) -> StepRecord:
+        return record(**{where: {**getattr(record(), where), name: value}})
+
+    assert not compare(made(wrong), made(right)).passed
+    assert not compare(made(right), made(wrong)).passed
+    moved = made(right.flip(0))
+    assert not compare(moved, made(right)).passed
+
+
+def test_a_frozen_parameter_of_infinities_widens_no_tolerance():
+    """Its norm would be infinite, and with it the rounding that an update is allowed."""
+    before = {"mask": MASK, "weight": tensor(1.0, 2.0)}
+    one = record(parameters={"mask": MASK, "weight": tensor(1.5, 2.0)})
+    found = Comparer(plan=Plan(dp=2), precision=torch.float64, initial=before).compare(one, one)
+    assert found.passed
+    wrong = record(parameters={"mask": MASK, "weight": tensor(1.6, 2.0)})
+    found = Comparer(plan=Plan(dp=2), precision=torch.float64, initial=before).compare(wrong, one)
+    assert [(error.name, error.kind) for error in found.errors if not error.passed] == [("weight", "parameter"), ("weight", "update")]
+
+
+def test_a_module_whose_output_is_a_mask_is_not_named_as_the_first_that_differs():
+    mask = ModuleOutput(name="first", call=0, total=-math.inf, square=math.inf, count=1)
+    one = record(chunks=[replace(chunk(0), modules=(mask, output("last", 2.0)))])
+    ours = replace(one, chunks=[replace(chunk(0), modules=(mask, output("last", 3.0)))], loss=3.0)
+    assert compare(ours, one).first_module == "last"
+
+
 def test_another_shape_is_an_error():
     assert not compare(with_gradient("first.weight", torch.ones(1, 2))).passed
 

@@ -22,7 +22,7 @@ from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.verify.report import Report, print_report
 from meshloom.verify.run import verify
-from tests.jobs import MODELS, OPTIMIZERS, images, make_job, vectors
+from tests.jobs import MODELS, OPTIMIZERS, images, make_job, token_loss, vectors
 
 
 def run(job: Job, plan: str, dtype: torch.dtype | None = None, steps: int = 3) -> Report:
@@ -220,7 +220,7 @@ def test_a_module_that_casts_is_held_to_the_casts_tolerance_and_named():
     report = run(replace(make_job("mlp", "sgd"), model=HalfInside), "dp=3", torch.float64)
     assert report.passed
     assert report.worst()[0].tolerance >= 1e-4
-    assert "module low computes in float32" in text(report)
+    assert "module low and the model or loss compute in float32" in text(report)
 
 
 def test_a_plateau_scheduler_gets_the_loss_on_both_sides():
@@ -243,3 +243,18 @@ def test_errors_that_are_infinite_stay_out_of_json():
     report = run(make_job("mlp", "sgd"), "dp=2", steps=1)
     step = replace(report.steps[0], errors=[replace(report.steps[0].errors[0], error=math.inf)])
     assert replace(report, steps=[step]).records()[0]["errors"][0]["error"] is None
+
+
+def test_all_modules_that_compute_in_bfloat16_are_one_line():
+    """The story: under autocast every Linear had a line of its own, 73 of them for a GPT."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return token_loss(model, batch)
+
+    report = run(replace(make_job("gpt", "adamw", loss=loss)), "dp=2", steps=1)
+    lines = [line for line in text(report).splitlines() if "bfloat16" in line]
+    named = [cast.place for cast in report.casts if cast.place]
+    assert len(lines) == 1 and len(named) > 3
+    assert f"{len(named)} modules ({', '.join(named[:3])} and {len(named) - 3} more)" in lines[0]
+    assert lines[0].endswith("compute in bfloat16: tolerances are those of bfloat16")

@@ -10,6 +10,9 @@ is measured by the rest. a is the plan's, b is one device's.
     parameter   after the step
     update      the parameter's change in this step, which shows what a small learning rate hides in the parameter
 
+Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be the same on both sides and count in no norm. A gradient
+that is not finite never agrees.
+
 An optimizer that divides by the gradient's size turns rounding into a full step wherever a gradient is nothing but rounding
 (a bias before batch norm, the bias of attention keys), and what comes of it spreads: into running means, and through
 optimizers that look at a whole tensor into its other elements. So once the gradients of a step agree, one device is given the
@@ -129,8 +132,8 @@ class Comparer:
             error = _error(a, b, FLOOR * largest)
             yield TensorError(name=name, kind="parameter", step=one.step, error=error, tolerance=tolerance, elements=b.numel())
             # Subtracting two parameters shows the rounding of both: half a unit each, for the plan and for one device.
-            size = max(float(updates[name].norm()), FLOOR * largest_update)
-            rounding = 2 * torch.finfo(b.dtype).eps * float(b.norm()) / size if size and b.is_floating_point() else 0.0
+            size = max(_norm(updates[name]), FLOOR * largest_update)
+            rounding = 2 * torch.finfo(b.dtype).eps * _norm(b) / size if size and b.is_floating_point() else 0.0
             error = _error(_wide(a) - _wide(before[name]), updates[name], FLOOR * largest_update)
             yield TensorError(name=name, kind="update", step=one.step, error=error, tolerance=tolerance + rounding, elements=b.numel())
 
@@ -149,7 +152,7 @@ def _gradient_errors(ours: Gradients, one: Gradients, step: int, tolerance: floa
         error = gradient_error(ours, one, name, largest) if name in one and name in ours else math.inf
         b = one.get(name)
         # A gradient that is small because large terms cancel carries their rounding: some units of the largest gradient.
-        size = max(float(_wide(b).norm()), FLOOR * largest) if b is not None else 0.0
+        size = max(_norm(b), FLOOR * largest) if b is not None else 0.0
         rounding = ROUNDING_UNITS * torch.finfo(b.dtype).eps * largest / size if b is not None and size else 0.0
         yield TensorError(name=name, kind="gradient", step=step, error=error, tolerance=tolerance + rounding, elements=0 if b is None else b.numel())
 
@@ -159,16 +162,18 @@ def gradient_error(ours: Gradients, one: Gradients, name: str, largest: float | 
     a, b = ours.get(name), one.get(name)
     if a is None or b is None:
         return 0.0 if a is b else math.inf
+    if not bool(b.isfinite().all()):
+        return math.inf
     return _error(a, b, FLOOR * (_largest(one) if largest is None else largest))
 
 
 def _buffer_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterator[TensorError]:
-    largest = _largest({name: buffer for name, buffer in one.buffers.items() if buffer.is_floating_point()})
+    largest = _largest({name: buffer for name, buffer in one.buffers.items() if _has_fractions(buffer)})
     for name, b in one.buffers.items():
         a = ours.buffers.get(name)
         if a is None:
             error = math.inf
-        elif b.is_floating_point():
+        elif _has_fractions(b):
             error = _error(a, b, FLOOR * largest)
         else:
             error = 0.0 if torch.equal(a, b) else math.inf
@@ -179,7 +184,10 @@ def _error(a: Tensor, b: Tensor, floor: float) -> float:
     if a.shape != b.shape:
         return math.inf
     a, b = _wide(a), _wide(b)
-    return _ratio(float((a - b).norm()), max(float(b.norm()), floor))
+    odd = ~(a.isfinite() & b.isfinite())
+    if not bool(((a == b) | (a.isnan() & b.isnan()))[odd].all()):
+        return math.inf
+    return _ratio(float((a - b).masked_fill(odd, 0.0).norm()), max(_norm(b), floor))
 
 
 def _ratio(difference: float, size: float) -> float:
@@ -188,12 +196,22 @@ def _ratio(difference: float, size: float) -> float:
     return difference / size if size and math.isfinite(difference) and math.isfinite(size) else math.inf
 
 
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    """In float64; of complex numbers real and imaginary part, as each may be infinite by itself."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def _norm(tensor: Tensor) -> float:
+    """Of what is finite."""
+    return float(torch.nan_to_num(_wide(tensor), 0.0, 0.0, 0.0).norm())
 
 
 def _largest(tensors: Mapping[str, Tensor | None]) -> float:
-    return max((float(_wide(tensor).norm()) for tensor in tensors.values() if tensor is not None), default=0.0)
+    return max((_norm(tensor) for tensor in tensors.values() if tensor is not None), default=0.0)
 
 
 def _facts(ours: StepRecord, one: StepRecord, plan: Plan) -> Iterator[str]:
@@ -266,6 +284,8 @@ def output_differs(a: ModuleOutput, b: ModuleOutput, tolerance: float) -> bool:
     """Whether two outputs differ by more than rounding, as far as their sums tell."""
     if (a.name, a.call, a.count) != (b.name, b.call, b.count):
         return True
+    if not (math.isfinite(a.square) and math.isfinite(b.square)):  # a mask of -inf, or a mistake
+        return (str(a.total), str(a.square)) != (str(b.total), str(b.square))
     size = math.sqrt(b.square)
     norm, total = abs(math.sqrt(a.square) - size), abs(a.total - b.total) / math.sqrt(max(b.count, 1))
     return not (max(norm, total) <= tolerance * size)  # NaN differs

@@ -125,11 +125,7 @@ def _lines(report: Report) -> list[str]:
         lines += [f"  likely cause: {cause.sentence}" for cause in report.causes]
     else:
         lines.append(f"EQUAL to one device that runs the same chunks: {len(report.steps)} step{'s' if len(report.steps) > 1 else ''}")
-    for cast in report.casts:
-        where = f"optimizer {cast.place}" if cast.in_optimizer else f"module {cast.place}" if cast.place else "the model or loss"
-        lines.append(
-            f"{where} computes in {cast.dtype}: tolerances {'after the first update ' if cast.in_optimizer else ''}are those of {cast.dtype}"
-        )
+    lines += _cast_lines(report.casts)
     if any(share < 1 for share in report.owned):
         lines.append(f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state")
     if report.whole is None:
@@ -140,6 +136,24 @@ def _lines(report: Report) -> list[str]:
         lines.append(
             f"whole batch: gradients differ by up to {report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
         )
+    return lines
+
+
+def _cast_lines(casts: Sequence[Cast]) -> list[str]:
+    """One line for all that computes in a precision."""
+    places: dict[tuple[str, bool], list[str]] = {}
+    for cast in casts:
+        places.setdefault((cast.dtype, cast.in_optimizer), []).append(cast.place)
+    lines: list[str] = []
+    for (dtype, in_optimizer), found in places.items():
+        what = ["the model or loss"] if "" in found else []
+        named = [place for place in found if place]
+        kind = "optimizer" if in_optimizer else "module"
+        if named:
+            shown = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+            what.insert(0, f"{kind} {shown}" if len(named) == 1 else f"{len(named)} {kind}s ({shown})")
+        verb = "computes" if len(what) == 1 and len(named) <= 1 else "compute"
+        lines.append(f"{' and '.join(what)} {verb} in {dtype}: tolerances {'after the first update ' if in_optimizer else ''}are those of {dtype}")
     return lines
 
 
