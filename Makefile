@@ -19,7 +19,7 @@ NATIVE := setup.py $(wildcard meshloom/comm/native/*)
 .DELETE_ON_ERROR:
 
 train: $(READY)
-	$(PYTHON) -m meshloom train $(EXAMPLE) --plan $(PLAN) --devices cpu --out runs/gpt_bytes
+	$(PYTHON) -m meshloom train $(EXAMPLE) --plan $(PLAN) --devices cpu --out runs/gpt_bytes --overwrite
 	$(PYTHON) -m meshloom verify $(EXAMPLE) --plan $(PLAN) --devices cpu --steps 3
 
 check: $(READY)

@@ -146,6 +146,7 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         steps=arguments.steps,
         out=arguments.out,
         resume=arguments.resume,
+        overwrite=bool(arguments.overwrite),
         timeout_seconds=arguments.timeout,
         transport=arguments.transport,
         share=True,

@@ -61,6 +61,7 @@ from meshloom.state.pace import Pace
 from meshloom.state.shards import Shards
 from meshloom.state.sharing import why_separate
 from meshloom.state.tally import Tally
+from meshloom.state.trying import naming
 
 
 class Observer(Protocol):
@@ -328,10 +329,11 @@ class Replica:
                     continue
                 data = self._data(chunk)
                 for name, metric in metrics.items():
-                    if self.staged:
-                        yield from self.staged.evaluate(data, metric, partial(tally.add, name, chunk))
-                    else:
-                        tally.add(name, chunk, metric(self.model, data))
+                    with naming(name):
+                        if self.staged:
+                            yield from self.staged.evaluate(data, metric, partial(tally.add, name, chunk))
+                        else:
+                            tally.add(name, chunk, metric(self.model, data))
         if self.staged:
             yield from self.staged.add_up(tally.sums)
         if self.plan.dp > 1:

@@ -24,7 +24,7 @@ from meshloom.comm.values import agree, collect
 from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
-from meshloom.job import Job
+from meshloom.job import Evaluate, Job
 from meshloom.launch import World, launched_plan, open_world
 from meshloom.mesh import Axis
 from meshloom.pipeline.recorder import Recorder
@@ -35,12 +35,14 @@ from meshloom.report.recording import Recording, gather_timeline, is_kept, write
 from meshloom.report.summary import Traffic, time_shares
 from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
-from meshloom.state.checkpoint import Checkpoint, find
+from meshloom.state.checkpoint import Checkpoint, find, passed_over
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.measured_shares import remeasure
+from meshloom.state.run_directory import open_directory
 from meshloom.state.saving import save
 from meshloom.state.shares import Record, Shares
 from meshloom.state.team_data import open_team_reader
+from meshloom.state.trying import untouched
 
 T = TypeVar("T")
 CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
@@ -83,6 +85,7 @@ class Trainer:
     devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, spread over its GPUs).
     steps: the whole run's number of steps, instead of the job's.
     out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
+    overwrite: begin anew although `out` holds an earlier run's checkpoints; they go once this run has saved its first.
     timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto, or gloo.
     dtype: of parameters and floating-point data, for verification.
     share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that talk through shared memory. Only the
@@ -102,6 +105,7 @@ class Trainer:
         steps: int | None = None,
         out: str | Path | None = None,
         resume: str | Path | None = None,
+        overwrite: bool = False,
         timeout_seconds: float = 600.0,
         transport: str = "auto",
         dtype: torch.dtype | None = None,
@@ -135,12 +139,14 @@ class Trainer:
         self._results: list[StepResult] = []
         self._first_loss = math.nan
         self._timelines: list[Timeline] = []
+        self._replaced: list[Path] = []  # an earlier run's checkpoints, until this run has its own
+        self._tried = False  # whether evaluation was
         with self._stack as building:
             self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm))
             self._enter("setting up")
             if self.plan.exchange == "async":
                 settings = Settings(
-                    steps=self.steps, out=self.out, resume=Path(resume) if resume is not None else None, dtype=dtype,
+                    steps=self.steps, out=self.out, resume=Path(resume) if resume is not None else None, overwrite=overwrite, dtype=dtype,
                     snapshot_every=snapshot_every if snapshot_every is not None else DEFAULT_SNAPSHOT_EVERY, circumstances=circumstances or Circumstances(),
                 )  # fmt: skip
                 self.asynchronous = AsynchronousRun(job, self.plan, self.world, settings, self.listener)
@@ -153,10 +159,12 @@ class Trainer:
             for replica in self.replicas:
                 building.callback(replica.close)
             self._check_separate()
+            home = Path(resume) if resume is not None else None
+            self._replaced = self.together(lambda replica: open_directory(self.out, replica.seat.world, resume=home, overwrite=overwrite))[0]
             self.together(lambda replica: replica.prepare())
             self._open_shares(recorded_shares)
-            if resume is not None:
-                self._resume(Path(resume))
+            if home is not None:
+                self._resume(home)
             self._start_step = self._checked = self.next_step
             self._checks = self._evaluations = 0
             self._clock = _Clock()
@@ -169,6 +177,8 @@ class Trainer:
     def batches(self) -> Iterator[Batch]:
         """This process's share of every global batch that is left, in order."""
         self._refuse_loop()
+        if self.job.evaluate and not self._tried and self.next_step < self.steps:
+            self._try_evaluation()
         try:
             self._enter("reading")
             self._readers = self.together(self._open_reader)
@@ -248,15 +258,27 @@ class Trainer:
             return self.asynchronous.evaluate()
         if self.job.evaluate is None:
             raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
+        return self._evaluate(self.job.evaluate)
+
+    def _evaluate(self, what: Evaluate, num_batches: int | None = None) -> dict[str, float]:
         self._enter("evaluating")
         if self._evaluation_data is None:
-            self._evaluation_data = build_dataset(self.job.evaluate.data, self.job.seed)
-        shares = self.shares.of(max(self.next_step - 1, 0))
-        chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.readers, shares) for replica in self.replicas]
+            self._evaluation_data = build_dataset(what.data, self.job.seed)
+        data, shares = self._evaluation_data, self.shares.of(max(self.next_step - 1, 0))
+        chunks = [evaluation_chunks(data, self.job, self.plan, replica.seat.readers, shares, num_batches) for replica in self.replicas]
         self._evaluations += 1
         values = self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
         self._enter("between steps")
         return values
+
+    def _try_evaluation(self) -> None:
+        """One batch with all metrics, so that what is wrong with them is known before the first step."""
+        assert self.job.evaluate
+        self._tried = True
+        with ExitStack() as around:
+            for replica in self.replicas:
+                around.enter_context(untouched(replica.model))
+            self._evaluate(self.job.evaluate, num_batches=1)
 
     def save(self) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; its path."""
@@ -280,10 +302,12 @@ class Trainer:
                 plan_text=str(self.plan),
                 group=replica.seat.world,
                 keep=self.job.keep_checkpoints,
+                replaced=self._replaced,
             )
             return path
 
         path = self.together(write)[0]
+        self._replaced = []
         self._enter("between steps")
         return path
 
@@ -422,6 +446,8 @@ class Trainer:
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.load(checkpoint.read, shapes, checkpoint.values["updater"])
         checkpoint.check_steps_left(self.steps)
+        if said := passed_over(checkpoint.path):
+            self._tell(lambda: self.listener.note(said))
         self._go_on_with(checkpoint)
         self.next_step = checkpoint.step
 

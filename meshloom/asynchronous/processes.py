@@ -60,7 +60,10 @@ class ProcessRun:
         shares = Shares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
         self._inspection = Inspection(job, plan, settings, replica)
+        self._inspection.try_out()
         start = Start.find(settings, job, plan, shares, replica.model)
+        if start.note:
+            listener.note(start.note)
         self.next_step = start.version
         self._inspection.load([start.snapshot(replica, number)[1] for number in range(plan.servers)])
         self._account = Account(job, plan, settings.steps)

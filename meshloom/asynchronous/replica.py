@@ -32,6 +32,7 @@ from meshloom.state.metrics import MetricSums
 from meshloom.state.model import build_model, trainable
 from meshloom.state.not_finite import find_not_finite
 from meshloom.state.tally import Tally
+from meshloom.state.trying import naming
 
 
 class Computing(Protocol):
@@ -109,7 +110,8 @@ class WorkerReplica:
             for chunk in chunks:
                 data = self._data(chunk)
                 for name, metric in metrics.items():
-                    sums.add(name, chunk, metric(self.model, data))
+                    with naming(name):
+                        sums.add(name, chunk, metric(self.model, data))
         return sums.means()
 
     @staticmethod

@@ -47,7 +47,10 @@ class AsynchronousRun:
         self._shares = Shares(job, plan)
         self._replica = self._build_replica()
         self._inspection = Inspection(job, plan, settings, self._replica)
+        self._inspection.try_out()
         start = Start.find(settings, job, plan, self._shares, self.model)
+        if start.note:
+            listener.note(start.note)
         self.next_step = start.version
         self._storages = [
             Storage(snapshots={start.version: start.snapshot(self._replica, number)}, newest=start.version) for number in range(plan.servers)
