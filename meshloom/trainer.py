@@ -171,6 +171,8 @@ class Trainer:
             copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
             summed = f"; replicas add up by {self.plan.algorithm}, on messages" if self.plan.algorithm else ""
             self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}{summed}"))
+            for note in self.replicas[0].updater.notes():
+                self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
             self._enter("between steps")
             self._stack = building.pop_all()
 

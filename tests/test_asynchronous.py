@@ -358,3 +358,27 @@ def test_a_loss_that_is_no_number_is_named() -> None:
         Run(make_job("mlp", "sgd", loss=lambda model, batch: class_loss(model, batch) * torch.nan), "dp=2,exchange=async")
     with pytest.raises(DataError, match="sum to 0"):
         Run(make_job("mlp", "sgd", loss=lambda model, batch: (class_loss(model, batch), 0.0)), "dp=2,exchange=async")
+
+
+@pytest.mark.parametrize("plan", ["dp=3,exchange=async", "dp=3,tp=2,exchange=async"])
+def test_a_gradient_that_is_no_number_is_the_worker_s_that_has_computed_it(plan: str) -> None:
+    """It was applied, and the run ended with the next worker, whose loss was no number at parameters that somebody else had broken."""
+    job = make_job("mlp", "sgd")
+    third = [0]
+
+    def rooted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        third[0] += 1
+        nothing = model(batch["x"])[0, 0] * 0.0
+        return class_loss(model, batch) + (nothing.sqrt() if third[0] == 3 or "tp" in plan else nothing)
+
+    name = 2 if "tp" not in plan else 0  # what is read is the same in every step
+    with pytest.raises(
+        TrainingError, match=rf"The gradient of worker {name}'s share of batch 0 is not finite, although its loss is \d.*that of \S+\. It was not"
+    ):
+        Run(replace(job, loss=rooted), plan)
+
+
+def test_parameters_that_are_no_numbers_are_not_the_next_worker_s_fault() -> None:
+    job = make_job("mlp", "sgd")
+    with pytest.raises(TrainingError, match=r"is nan, because an update before it has made \S+ infinite or no number\. Lower the learning rate"):
+        Run(replace(job, optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=float("inf"))), "dp=2,exchange=async")

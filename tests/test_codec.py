@@ -30,6 +30,7 @@ from meshloom.errors import JobError, MessageError
 from meshloom.exchange.elastic.messages import (
     Apply,
     Back,
+    Broken,
     Done,
     Drop,
     Give,
@@ -70,7 +71,7 @@ def tensors(holding: Holding, *, all_there: bool) -> st.SearchStrategy[dict[str,
     return st.lists(st.just(True) if all_there else st.booleans(), min_size=count, max_size=count).map(held)
 
 
-SIMPLE = [Ask, Done, Join, Leave, Rejoin, Tally, Welcome, Staged, Kept, Report, Apply, Give, Drop, Restore]
+SIMPLE = [Ask, Done, Join, Leave, Rejoin, Tally, Welcome, Staged, Broken, Kept, Report, Apply, Give, Drop, Restore]
 
 
 def simple(made: type) -> st.SearchStrategy[Any]:

@@ -307,3 +307,15 @@ def test_a_loss_that_mixes_means_and_sums_is_refused() -> None:
 
     with pytest.raises(JobError, match=r"a mean for 2 of 5 chunks and \(sum, weight\) for the others"):
         losses(replace(make_job("mlp", "sgd"), loss=mixed), "dp=5")
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,zero=1", "tp=2", "dp=2,exchange=async,servers=2"])
+def test_a_scheduler_that_looks_at_the_loss_is_announced_under_every_plan(plan: str):
+    """It was stepped in every step with the training loss, while people expect it to follow epochs or an evaluation; nothing said so."""
+    the_job = make_job("mlp", "sgd", steps=2, scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=3))
+    notes: list[str] = []
+    with Trainer(the_job, plan, devices="simulated", listener=Listener(started=lambda text: None, note=notes.append)) as trainer:
+        trainer.fit()
+    assert [note.partition(". ")[0] for note in notes if "ReduceLROnPlateau" in note] == [
+        "ReduceLROnPlateau is stepped after every step, with that step's training loss: patience=3 are steps, not epochs or evaluations"
+    ]
