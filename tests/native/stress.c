@@ -126,7 +126,7 @@ static void *run_rank(void *argument) {
             for (int other = 0; other < size; other++) sizes[other] = (int64_t)call->count;
             ml_call made = {
                 .kind = (uint8_t)call->kind, .op = ML_SUM, .dtype = ML_I32, .ndim = 1, .root = call->root, .count = call->count, .shape = {(int64_t)call->count},
-                .in = ins[each], .out = outs[each], .in_sizes = sizes, .out_sizes = sizes,
+                .in = call->count ? ins[each] : NULL, .out = call->count ? outs[each] : NULL, .in_sizes = sizes, .out_sizes = sizes,
             };
             if (call->kind != ML_ALL_TO_ALL) made.in_sizes = made.out_sizes = NULL;
             if (call->kind == MESSAGE) {
