@@ -11,6 +11,7 @@ from launch_scripts import run, write_script
 from thread_groups import on_threads
 
 from meshloom.cli import main
+from meshloom.comm.signed_store import SignedStore
 from meshloom.errors import DeviceError
 from meshloom.launch import open_world
 from meshloom.launch.environment import launched_transport
@@ -53,7 +54,10 @@ def _agreed(wanted: list[str], missing: list[str]) -> Transports:
     store = dist.HashStore()
     size = len(wanted)
     first, *others = on_threads(
-        [lambda rank=rank: agreed_transports(store, rank, Mesh(dp=size), wanted[rank], missing[rank]) for rank in range(size)]
+        [
+            lambda rank=rank: agreed_transports(SignedStore(store, rank, [""] * size), Mesh(dp=size), wanted[rank], missing[rank])
+            for rank in range(size)
+        ]
     )
     assert all(other == first for other in others)
     return first
@@ -73,7 +77,7 @@ def test_an_unknown_transport_is_one_sentence(monkeypatch: pytest.MonkeyPatch, c
         open_world(Mesh(), transport="mpi")
     monkeypatch.setenv("MESHLOOM_TRANSPORT", "mpi")
     with pytest.raises(DeviceError, match=text):
-        agreed_transports(dist.HashStore(), 0, Mesh(dp=2), launched_transport("auto"), "")
+        agreed_transports(SignedStore(dist.HashStore(), 0, [""] * 2), Mesh(dp=2), launched_transport("auto"), "")
     with pytest.raises(SystemExit) as left:
         main(["train", "job.py", "--transport", "mpi"])
     assert left.value.code == 2 and "invalid choice: 'mpi'" in capsys.readouterr().err

@@ -14,6 +14,8 @@ from meshloom.comm.cores import cores
 from meshloom.errors import DeviceError
 from meshloom.launch.role import Role
 
+LEAST_SECRET = 16  # characters of MESHLOOM_SECRET
+
 
 def is_rank() -> bool:
     """Whether this process is one of several that were started as ranks."""
@@ -43,6 +45,17 @@ def launched_devices(devices: str) -> str:
 def launched_transport(transport: str) -> str:
     """What to use for `transport` "auto": what the user, or our launcher for him, has set for all ranks."""
     return os.environ.get("MESHLOOM_TRANSPORT", transport) if transport == "auto" else transport
+
+
+def launched_secret() -> bytes:
+    """What the ranks of this run know and their network does not: from our launcher, or from the user under another. b"": nothing.
+
+    Raises `DeviceError` if it can be guessed.
+    """
+    secret = os.environ.get("MESHLOOM_SECRET", "")
+    if secret and len(secret) < LEAST_SECRET:
+        raise DeviceError(f"MESHLOOM_SECRET has {len(secret)} characters and can be guessed: give {LEAST_SECRET} or more ($(openssl rand -hex 32)).")
+    return secret.encode()
 
 
 def launched_role() -> Role | None:
@@ -145,8 +158,11 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in found.groups()) if found else nodes
 
 
-def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: str, transport: str = "auto") -> dict[str, str]:
-    """The whole environment of a rank that this process starts; the store listens on `port` of this machine."""
+def rank_environment(rank: int, size: int, port: int, secret: str, devices: str, plan_text: str, transport: str = "auto") -> dict[str, str]:
+    """The whole environment of a rank that this process starts; the store listens on `port` of this machine.
+
+    secret: what its ranks sign with. Only this user can read a process's environment.
+    """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     replaceable = {
         "OMP_NUM_THREADS": str(threads_per_rank(size)),
@@ -162,6 +178,7 @@ def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: s
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is hosted by whoever started the ranks, as under torchrun
         "MESHLOOM_PLAN": plan_text,
+        "MESHLOOM_SECRET": secret,
         "MESHLOOM_DEVICES": devices,
         "MESHLOOM_TRANSPORT": launched_transport(transport),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import sys
 import time
@@ -71,11 +72,12 @@ class _Ranks:
     def start(self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]) -> _Outcome | None:
         """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""
         self._store, port = open_store()
+        secret = secrets.token_hex(32)
         for number in range(mesh.size):
             if outcome := _stopped(signals):
                 return outcome
             try:
-                environment = rank_environment(number, mesh.size, port, devices, plan_text, transport)
+                environment = rank_environment(number, mesh.size, port, secret, devices, plan_text, transport)
                 self._children.start(rank_name(number, mesh), f"[rank {number}]" if number else None, command, environment)
             except OSError as error:
                 return _Outcome(1, f"Rank {number} could not be started: {error}.")
