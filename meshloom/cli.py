@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_rank():
         try:
             return _run_here(arguments)
-        except SystemExit:  # the user's own
-            raise
+        except SystemExit as leaving:  # the user's own
+            raise SystemExit(report_failure(leaving)) from None
         except BaseException as error:
             leave(report_failure(error))
     try:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import pytest
 import torch
 
+from meshloom.errors import JobError, MeshloomError
+from meshloom.job import Evaluate
 from meshloom.state.chunks import Chunk
 from meshloom.state.metrics import MetricSums
+from meshloom.trainer import Trainer
+from tests.jobs import make_job
 
 CPU = torch.device("cpu")
 METRICS = {"loss": lambda model, batch: batch, "tokens": lambda model, batch: batch}
@@ -37,3 +43,29 @@ def test_mean_of_nothing_is_no_number():
     sums.add("loss", chunk(0, 2), torch.tensor(3.0))
     found = sums.means()
     assert found["loss"] == 3.0 and math.isnan(found["tokens"])
+
+
+def test_plain_numbers_are_as_good_as_tensors():
+    """`.item()` at the end of a metric was refused, with "The loss function returned a float"."""
+    sums = MetricSums(METRICS, CPU)
+    sums.add("loss", chunk(0, 3), 0.25)
+    sums.add("tokens", chunk(0, 3), (3, 4))
+    assert sums.means() == {"loss": 0.25, "tokens": 0.75}
+
+
+def test_what_a_metric_must_not_return_is_said_of_the_metric():
+    sums = MetricSums(METRICS, CPU)
+    with pytest.raises(JobError, match=r"The metric returned a str\. Return one scalar tensor \(the mean over the samples\), or \(sum, weight\)\.$"):
+        sums.add("loss", chunk(0, 2), "good")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
+def test_a_metric_that_returns_no_number_is_named(plan: str):
+    """It was called the loss, and under pp "a line that could not be found: new(): invalid data type 'str'"."""
+    job = make_job("mlp", "sgd", steps=2)
+    job = replace(job, evaluate=Evaluate(job.data, {"accuracy": lambda model, batch: "good"}, 1))
+    with (
+        Trainer(job, plan, devices="simulated") as trainer,
+        pytest.raises(MeshloomError, match=r"Metric 'accuracy': The .*metric returned a str\. Return"),
+    ):
+        trainer.evaluate()

@@ -76,6 +76,11 @@ def activity_descriptor() -> int | None:
     return None if descriptor is None else int(descriptor)
 
 
+def wants_full_traceback() -> bool:
+    """Whether the user wants to see all frames of an error in his code, those of meshloom and torch too."""
+    return os.environ.get("MESHLOOM_TRACEBACK") == "full"
+
+
 def threads_per_rank(num_ranks: int) -> int:
     """How many threads each of `num_ranks` processes of this machine gets: what the user has said, or their share of the cores."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is for nested regions

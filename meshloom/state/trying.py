@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from meshloom.errors import JobError, MeshloomError
+from meshloom.errors import CaptureError, JobError, MeshloomError
 from meshloom.random import preserved_draws
 
 
@@ -38,8 +38,8 @@ def naming(metric: str) -> Iterator[None]:
     """Around one metric's computation: errors say which it was."""
     try:
         yield
-    except JobError as error:
-        raise JobError(f"Metric {metric!r}: {error}") from error
+    except (JobError, CaptureError) as error:
+        raise type(error)(f"Metric {metric!r}: {error}") from error
     except MeshloomError:
         raise
     except Exception as error:
