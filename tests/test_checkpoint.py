@@ -112,6 +112,35 @@ def test_damaged_meta_is_not_passed_over(tmp_path):
         Checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize("where", ["../secret.safetensors", "/secret.safetensors", "a/secret.safetensors", "..", ""])
+@pytest.mark.parametrize("key", ["files", "pieces"])
+def test_meta_that_names_a_file_elsewhere_is_refused(key, where, tmp_path):
+    """A checkpoint that somebody else gave could have any file of the user's read, and the weights of another directory loaded."""
+    path = save_step(tmp_path / "run", 1)
+    body = layout.read_meta(path)
+    name = next(iter(body["files"]))
+    if key == "files":
+        body["files"][where] = body["files"].pop(name)
+    else:
+        next(iter(body["pieces"].values()))["parts"][0][0] = where
+    (path / "meta.json").write_text(layout.meta_text(body))
+    with pytest.raises(CheckpointError, match=f"meta.json names the file {where}, which does not lie in this directory"):
+        Checkpoint.open(path)
+
+
+def test_a_link_that_leads_out_of_a_checkpoint_is_refused(tmp_path):
+    path = save_step(tmp_path / "run", 1)
+    (path / "model.safetensors").rename(tmp_path / "elsewhere")
+    (path / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="names the file model.safetensors, which does not lie in this directory"):
+        Checkpoint.open(path)
+    moved = (tmp_path / "run").rename(tmp_path / "linked")
+    (tmp_path / "run").symlink_to(moved)  # a run's directory itself may be reached by a link
+    (path / "model.safetensors").unlink()
+    (tmp_path / "elsewhere").rename(path / "model.safetensors")
+    assert Checkpoint.open(path).step == 1
+
+
 def test_without_checksums_sizes_are_checked(tmp_path):
     path = save_step(tmp_path, 1)
     damage(path / "model.safetensors", "changed")

@@ -165,6 +165,10 @@ def _problem(path: Path, checksums: bool) -> str | None:
         return f"{path / META} is damaged: it is not what was written."
     if meta["version"] != VERSION:
         return f"{path} has version {meta['version']} of the format, and this meshloom reads version {VERSION}."
+    named = {MODEL, *meta["files"], *(file for piece in meta["pieces"].values() for file, _, _ in piece["parts"])}
+    for name in sorted(named):
+        if not _lies_in(path, name):
+            return f"{path / META} names the file {name}, which does not lie in this directory: a checkpoint has no files elsewhere."
     for name, facts in meta["files"].items():
         file = path / name
         if not file.exists():
@@ -174,6 +178,12 @@ def _problem(path: Path, checksums: bool) -> str | None:
         if checksums and _checksum(file) != facts["crc32"]:
             return f"{file} is damaged: it has as many bytes as were written, but not the same ones."
     return None
+
+
+def _lies_in(path: Path, name: str) -> bool:
+    """Whether a checkpoint's file of that name is in its directory: a checkpoint may come from somebody who would like others' files to be read."""
+    file = path / name
+    return name not in ("", ".", "..") and Path(name).name == name and file.resolve().parent == path.resolve()
 
 
 def _checksum(file: Path) -> int:
