@@ -9,11 +9,9 @@ A node is an address of this machine, or a network namespace. Tasks get the envi
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 SBATCH = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time"}
@@ -38,7 +36,7 @@ def sbatch(words: Sequence[str]) -> int:
     nodes = int(options.get("nodes", 1))
     each = int(options.get("ntasks-per-node", int(options.get("ntasks", nodes)) // nodes))
     told = {
-        "SLURM_JOB_ID": _free_job(),
+        "SLURM_JOB_ID": os.getpid(),
         "SLURM_JOB_NODELIST": os.environ["STAND_IN_NODES"],
         "SLURM_JOB_NUM_NODES": nodes,
         "SLURM_NNODES": nodes,
@@ -94,16 +92,6 @@ def scontrol(words: Sequence[str]) -> int:
     for number in range(int(first), int(last) + 1):
         print(f"{before}{number}")
     return 0
-
-
-def _free_job() -> int:
-    """A number from which follow ports that nobody on this machine uses: a cluster's nodes are shared by fewer."""
-    for job in range(os.getpid(), os.getpid() + 1000):
-        with ExitStack() as stack, suppress(OSError):
-            for port in {15000 + job * 7 % 15000, 15000 + job % 15000}:  # of meshloom under srun, and of torchrun.sbatch
-                stack.enter_context(socket.create_server(("", port)))
-            return job
-    raise SystemExit("stand-in for Slurm: no port is free")
 
 
 def _options(words: Sequence[str], known: set[str]) -> tuple[dict[str, str], list[str]]:

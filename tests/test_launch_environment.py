@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshloom.errors import DeviceError
 from meshloom.launch.environment import is_rank, launched_plan, read_seat
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "42"}
@@ -17,7 +18,7 @@ def test_seat_under_torchrun_and_under_srun():
     bare = read_seat({**torchrun, "RANK": "0"})
     assert bare and bare.hosts_store
 
-    srun = {**SRUN, "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    srun = {**SRUN, "MESHLOOM_SECRET": "5d1e" * 8, "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
     seat = read_seat(srun)
     assert seat
     assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.address, seat.hosts_store) == (5, 8, 1, 4, "gpu07", False)
@@ -28,6 +29,24 @@ def test_seat_under_torchrun_and_under_srun():
 @pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}])
 def test_a_shell_and_a_batch_script_are_no_rank(environment: dict[str, str]):
     assert read_seat(environment) is None
+
+
+def _slurm_port(**told: str) -> int:
+    seat = read_seat({**SRUN, "SLURM_STEP_NODELIST": "gpu[07-08]", **told})
+    assert seat
+    return seat.port
+
+
+def test_the_port_under_srun_follows_from_a_secret_alone():
+    """It followed from the job's number, so that anyone on rank 0's node could listen there first."""
+    secret = "5d1e" * 8
+    ports = {_slurm_port(MESHLOOM_SECRET=secret, SLURM_PROCID=str(rank)) for rank in range(8)}
+    assert len(ports) == 1 and all(15000 <= port < 30000 for port in ports)
+    assert len({_slurm_port(MESHLOOM_SECRET=f"{number:032x}") for number in range(100)}) > 90
+    assert len({_slurm_port(MESHLOOM_SECRET=secret, SLURM_JOB_ID=str(job)) for job in range(100)}) > 90
+    assert _slurm_port(MASTER_PORT="29500") == 29500
+    with pytest.raises(DeviceError, match=r"before srun, export MESHLOOM_SECRET=\$\(openssl rand -hex 32\)"):
+        _slurm_port()
 
 
 def test_a_rank_that_was_told_only_half_is_a_rank(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 import socket
@@ -52,7 +53,12 @@ def launched_secret() -> bytes:
 
     Raises `DeviceError` if it can be guessed.
     """
-    secret = os.environ.get("MESHLOOM_SECRET", "")
+    return read_secret(os.environ)
+
+
+def read_secret(environment: Mapping[str, str]) -> bytes:
+    """The same, of this environment."""
+    secret = environment.get("MESHLOOM_SECRET", "")
     if secret and len(secret) < LEAST_SECRET:
         raise DeviceError(f"MESHLOOM_SECRET has {len(secret)} characters and can be guessed: give {LEAST_SECRET} or more ($(openssl rand -hex 32)).")
     return secret.encode()
@@ -143,7 +149,7 @@ def read_seat(environment: Mapping[str, str]) -> Seat | None:
                 local_rank=int(environment.get("SLURM_LOCALID", 0)),
                 local_size=int(re.split(r"\D", tasks)[0]),
                 address=environment.get("MASTER_ADDR") or first_host(nodes),
-                port=int(environment.get("MASTER_PORT") or 15000 + (job * 7 + step) % 15000),
+                port=int(environment.get("MASTER_PORT") or _slurm_port(read_secret(environment), job, step)),
                 hosts_store=environment["SLURM_PROCID"] == "0",
             )
     except KeyError as missing:
@@ -151,6 +157,16 @@ def read_seat(environment: Mapping[str, str]) -> Seat | None:
     except ValueError as error:
         raise DeviceError(f"The environment of this rank holds something that is not a number: {error}.") from None
     return None
+
+
+def _slurm_port(secret: bytes, job: int, step: int) -> int:
+    """Where rank 0 of a step listens. All tasks know it and nobody else does, who could listen there first and be taken for rank 0."""
+    if not secret:
+        raise DeviceError(
+            "Ranks that srun starts need a secret in common, from which follows the port where they meet, and with which they sign: before srun, "
+            "export MESHLOOM_SECRET=$(openssl rand -hex 32). Or set MASTER_PORT, if nobody else can log in to the nodes."
+        )
+    return 15000 + int.from_bytes(hmac.digest(secret, f"port of {job}.{step}".encode(), "sha256")[:8], "big") % 15000
 
 
 def first_host(nodes: str) -> str:
