@@ -153,6 +153,14 @@ class Staged:
             yield
             work.wait()
 
+    def add_up_over_tp(self, sums: Tensor) -> Steps[None]:
+        """Add up over the ranks along tp, each of which has its own."""
+        if self.tp is not None:
+            work = self.tp.all_reduce(sums)
+            self.sent["tp"]["all_reduce"] += sums.nbytes
+            yield
+            work.wait()
+
     def evaluate(self, batch: Any, metric: LossFunction, finish: Callable[[Any], None]) -> Steps[None]:
         """What `metric` returns for a batch in evaluation mode, to `finish` on the last stage."""
         yield from self.staging.ready(batch, loss=metric, training=False)

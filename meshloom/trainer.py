@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 
@@ -25,7 +26,7 @@ from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostEr
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
 from meshloom.job import Evaluate, Job
-from meshloom.launch import World, launched_plan, open_world
+from meshloom.launch import StopRequests, World, launched_plan, open_world, report_stop, tell
 from meshloom.mesh import Axis
 from meshloom.pipeline.recorder import Recorder
 from meshloom.plan import Plan
@@ -141,6 +142,9 @@ class Trainer:
         self._timelines: list[Timeline] = []
         self._replaced: list[Path] = []  # an earlier run's checkpoints, until this run has its own
         self._tried = False  # whether evaluation was
+        self._saved: tuple[int, Path] | None = None  # the newest checkpoint of this run, and its step
+        self._stop_requests = StopRequests()
+        self._stopping = False  # whether all ranks know that some of them was asked to stop
         with self._stack as building:
             self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm))
             self._enter("setting up")
@@ -155,9 +159,11 @@ class Trainer:
                 self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}, on a virtual clock"))
                 self._stack = building.pop_all()
                 return
+            building.callback(self._stop_requests.close)
             self.replicas = [Replica(job, self.plan, seat, dtype=dtype, share=share) for seat in self.world.local]
             for replica in self.replicas:
                 building.callback(replica.close)
+                replica.stop_requests = self._stop_requests.received if self.out else None
             self._check_separate()
             home = Path(resume) if resume is not None else None
             self._replaced = self.together(lambda replica: open_directory(self.out, replica.seat.world, resume=home, overwrite=overwrite))[0]
@@ -177,27 +183,39 @@ class Trainer:
             self._stack = building.pop_all()
 
     def batches(self) -> Iterator[Batch]:
-        """This process's share of every global batch that is left, in order."""
+        """This process's share of every global batch that is left, in order.
+
+        After SIGTERM or Ctrl-C a run with `out` finishes its step, saves instead of giving another batch, and raises `SystemExit`.
+        """
         self._refuse_loop()
         if self.job.evaluate and not self._tried and self.next_step < self.steps:
             self._try_evaluation()
         try:
+            if self.out:
+                self._stop_requests.open()
             self._enter("reading")
             self._readers = self.together(self._open_reader)
             while self.next_step < self.steps:
+                if self._stopping or (self._stop_requests.received and len(self.replicas) == self.plan.mesh.size):
+                    self._stop(self.out)
                 yield self._read()
         finally:
+            self._stop_requests.close()
             self._close_readers()
 
     def step(self, batch: Batch) -> float:
         """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
         self._refuse_loop()
+        if self.out and not self._stop_requests.armed:
+            self._stop_requests.arm()
+            tell({"event": "saves"}) if self._stop_requests.armed else None
         started, held_up = time.monotonic(), self._held_up()
         recorded = self.plan.pp > 1 and self.out is not None and is_kept(batch.step + 1, self._start_step, self.steps)
         for replica in self.replicas:
             replica.recorder = Recorder(replica.seat.device) if recorded else None
         self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
         self.next_step = batch.step + 1
+        self._stopping = self._results[0].stopping
         self._enter("comparing")
         if self.next_step == self.steps:
             self.together(lambda replica: replica.settle())
@@ -310,8 +328,22 @@ class Trainer:
 
         path = self.together(write)[0]
         self._replaced = []
+        self._saved = self.next_step, path
         self._enter("between steps")
         return path
+
+    def _stop(self, out: Path | None) -> NoReturn:
+        """End as asked to: with a checkpoint, a sentence, and the exit code of the signal."""
+        number = self._stop_requests.received[0] if self._stop_requests.received else signal.SIGTERM
+        if self._saved is None or self._saved[0] != self.next_step:
+            path = self.save()
+            self._tell(lambda: self.listener.saved(self.next_step, path))
+        why = f"by {signal.Signals(number).name}" if self._stop_requests.received else "because another rank was asked to"
+        text = f"Stopped {why} after step {self.next_step} of {self.steps}, which is saved. Go on with --resume {out}."
+        main = self.world.main
+        self.close()  # while all ranks are here
+        report_stop(text, 128 + number, main=main)
+        raise SystemExit(128 + number)
 
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""

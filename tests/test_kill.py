@@ -16,6 +16,7 @@ from tests.killing import (
     kill_a_rank,
     kill_the_launcher,
     let_run,
+    newest,
     running,
     steps_after_resume,
     told,
@@ -86,6 +87,8 @@ def test_ending_a_run_leaves_a_whole_checkpoint_and_nothing_else(sign: signal.Si
         errors, _ = told(process)
     assert process.returncode == 128 + sign
     assert "Traceback" not in errors
+    *_, last = errors.splitlines()
+    assert last == f"Stopped by {sign.name} after step {newest(out)} of 1000000, which is saved. Go on with --resume {out}."
     assert_nothing_left(out)
     began, ended = steps_after_resume(command(out), out)
     assert ended == began + 5

@@ -74,6 +74,13 @@ def _report_exit(error: SystemExit) -> int:
     return code
 
 
+def report_stop(text: str, exit_code: int, *, main: bool) -> None:
+    """Tell the launcher, or whoever reads stderr, that this rank ends as it was asked to. main: it speaks for all."""
+    said = Failure(who="", kind="", message=text, line="", traceback="", consequence=False, exit_code=exit_code)
+    if not tell({"event": "failed", **vars(said)}) and main:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
 def leave(exit_code: int) -> None:
     """End this process now. An ordinary exit would first wait for operations under way, which a rank that has failed never completes."""
     with suppress(Exception):
@@ -122,7 +129,7 @@ class Failure:
 
     def __str__(self) -> str:
         where = f"{self.kind} on {self.who}" if self.kind and self.who else self.kind or capital(self.who)
-        text = f"{where}{':' if self.kind else ''} {self.message}" if self.message else where
+        text = f"{where}{':' if self.kind else ''} {self.message}".strip() if self.message else where
         return "\n".join(part for part in (self.traceback.rstrip(), text, _indented(self.line)) if part)
 
 
