@@ -139,7 +139,7 @@ def _run_rank(
             [each[stage] for each in stages],
             dict(model.named_parameters()),
             dict(model.named_buffers()),
-            lambda microbatch: leaves_of(subject.microbatches[microbatch]).tensors,
+            lambda microbatch: leaves_of(subject.microbatches[microbatch]),
             finish=finish if stage == last else None,
             split=bool(schedule.split),
             around=seeded,

@@ -1,0 +1,264 @@
+"""What a batch holds besides tensors is an input of a program, or what the program is for, or refused by name: it never stays what it was at first.
+
+Found from outside: `collate` added `"sigma": float(x[0].abs().sum())` and the loss used `m(b["x"] * b["sigma"])`. Under tp and pp every step computed
+with the first batch's number, silently; the same with words that the loss turned into ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from meshloom.errors import CaptureError
+from meshloom.graph.batch_values import fits, text_of
+from meshloom.graph.leaves import leaves_of
+from meshloom.graph.programs import MOST, Programs, _key
+from meshloom.graph.transfer import pack, unpack
+from meshloom.job import Evaluate, Job
+from meshloom.plan import Plan
+from meshloom.report.progress import Listener
+from meshloom.trainer import Trainer
+from meshloom.verify.run import verify
+from tests.jobs import vectors
+
+pytestmark = pytest.mark.usefixtures("silent_export")
+
+Extra = Callable[[Tensor], dict[str, Any]]
+STEPS = 3
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 5))
+
+
+def job_of(extra: Extra, loss: Any, **settings: Any) -> Job:
+    """extra: of a chunk's x, what its batch holds besides x and y."""
+
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+        x, y = (torch.stack([sample[name] for sample in samples]) for name in "xy")
+        return {"x": x, "y": y, **extra(x)}
+
+    optimizer = lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)  # noqa: E731
+    return Job(model=mlp, loss=loss, optimizer=optimizer, data=vectors, collate=collate, **{"batch_size": 6, "steps": STEPS, **settings})
+
+
+def of_scaled(scale: Callable[[dict[str, Any]], Any]) -> Any:
+    """A loss whose input is scaled."""
+    return lambda model, batch: F.cross_entropy(model(batch["x"] * scale(batch)), batch["y"])
+
+
+def number(x: Tensor) -> float:
+    return float(x[0].abs().sum()) / 4
+
+
+class Task(enum.Enum):
+    COPY = 1
+    SORT = 2
+
+
+@dataclasses.dataclass
+class Noise:
+    sigma: float
+    name: str
+
+
+class Opaque:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+# name: what the batch holds, what the loss makes of it. All have another value in every batch, or nearly.
+EQUAL: dict[str, tuple[Extra, Any]] = {
+    "float": (lambda x: {"n": number(x)}, of_scaled(lambda b: b["n"])),
+    "float, as a divisor of what the loss returns": (
+        lambda x: {"n": number(x) * 9},
+        lambda model, b: (F.cross_entropy(model(b["x"]), b["y"], reduction="sum"), b["n"]),
+    ),
+    "float in a dataclass": (lambda x: {"n": Noise(number(x), "a")}, of_scaled(lambda b: b["n"].sigma)),
+    "two floats": (lambda x: {"n": [number(x), -number(x)]}, of_scaled(lambda b: b["n"][0] - b["n"][1])),
+    "int": (lambda x: {"n": int(number(x) * 10)}, of_scaled(lambda b: b["n"] * 0.1)),
+    "int that picks a row": (lambda x: {"n": int(number(x) * 100) % 6}, of_scaled(lambda b: b["x"][b["n"]].abs())),
+    "int that says how often": (lambda x: {"n": int(number(x) * 100) % 3}, of_scaled(lambda b: sum([0.5 for _ in range(b["n"])], 1.0))),
+    "NumPy's float": (lambda x: {"n": numpy.float64(number(x))}, of_scaled(lambda b: b["n"])),
+    "bool": (lambda x: {"n": bool(x[0, 0] > 0)}, of_scaled(lambda b: 2.0 if b["n"] else 1.0)),
+    "text": (lambda x: {"n": "abc"[int(number(x) * 100) % 3]}, of_scaled(lambda b: {"a": 0.5, "b": 1.0, "c": 1.5}[b["n"]])),
+    "enum": (lambda x: {"n": list(Task)[int(number(x) * 100) % 2]}, of_scaled(lambda b: 0.5 if b["n"] is Task.COPY else 1.5)),
+    "none or not": (lambda x: {"n": None if x[0, 0] > 0 else "there"}, of_scaled(lambda b: 2.0 if b["n"] is None else 1.0)),
+    "names that the loss does not look at": (
+        lambda x: {"n": [f"file {each}" for each in x[:, 0].tolist()], "o": Opaque(number(x))},
+        of_scaled(lambda b: 1),
+    ),
+    "a name beside a number": (lambda x: {"n": f"{number(x)}", "m": number(x)}, of_scaled(lambda b: b["m"])),
+}
+
+REFUSED: dict[str, tuple[Extra, Any, str]] = {
+    "words": (
+        lambda x: {"n": [f"w{int(each * 100)}" for each in x[:, 0].tolist()]},
+        of_scaled(lambda b: torch.tensor([[int(word[1:]) / 100] for word in b["n"]])),
+        "looks at n of the batch, a list of 6, in Python, and it is another one in the next batch",
+    ),
+    "a number that Python computes with": (
+        lambda x: {"n": number(x)},
+        of_scaled(lambda b: math.sqrt(b["n"])),
+        "looks at n of the batch, a float, in Python, and it is another one in the next batch",
+    ),
+    "an object": (lambda x: {"n": Opaque(number(x))}, of_scaled(lambda b: b["n"].value), "looks at n of the batch, a Opaque, an object of which"),
+    "tensors in an object": (
+        lambda x: {"n": Opaque(x)},  # type: ignore[arg-type]
+        of_scaled(lambda b: b["n"].value),
+        "looks at n of the batch, a Opaque, an object of which",
+    ),
+    "an array": (
+        lambda x: {"n": x.numpy().copy()},
+        of_scaled(lambda b: torch.from_numpy(b["n"]).abs()),
+        "looks at n of the batch, a ndarray, in Python, and it is another one",
+    ),
+}
+
+
+def check(name: str, plan: str, steps: int = STEPS) -> None:
+    report = verify(job_of(*EQUAL[name]), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=steps)
+    assert report and report.passed
+
+
+def test_a_float_is_an_input():
+    check("float", "tp=2")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_a_batch_holds_besides_tensors_is_what_it_is_in_every_step(name: str):
+    check(name, "tp=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "recompute=full"])
+@pytest.mark.parametrize("name", EQUAL)
+def test_so_it_is_under_every_plan(name: str, plan: str):
+    check(name, plan, steps=5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_another_value_in_every_batch_is_refused_before_the_first_step(name: str):
+    extra, loss, why = REFUSED[name]
+    with pytest.raises(CaptureError, match=why), Trainer(job_of(extra, loss), "pp=2", devices="simulated"):
+        pass
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", REFUSED)
+def test_with_dp_alone_it_is_trained(name: str):
+    extra, loss, _ = REFUSED[name]
+    report = verify(job_of(extra, loss), Plan.parse("dp=2"), devices="simulated")
+    assert report and report.passed
+
+
+@pytest.mark.long
+def test_metrics_have_values_of_their_own():
+    def losses(plan: str) -> dict[int, float]:
+        seen: dict[int, float] = {}
+        extra, loss = EQUAL["int that says how often"]
+        job = job_of(extra, loss, evaluate=Evaluate(lambda: vectors(23), {"loss": loss}, every=1))
+        with Trainer(job, plan, devices="simulated", listener=Listener(evaluated=lambda step, found: seen.update({step: found["loss"]}))) as trainer:
+            trainer.fit()
+        return seen
+
+    assert losses("pp=2") == pytest.approx(losses("dp=1"), rel=1e-6)  # one sum in another order
+
+
+def batches_with(name: str, values: list[Any]) -> list[dict[str, Any]]:
+    return [{"x": torch.full((2, 7), 1.0 + number), "y": torch.tensor([0, number % 5]), name: value} for number, value in enumerate(values)]
+
+
+def programs_of(loss: Any) -> Programs:
+    return Programs(job_of(lambda x: {}, loss))
+
+
+def read(programs: Programs, batch: Any) -> Any:
+    return programs.read([batch, batch])
+
+
+def test_one_program_takes_all_numbers_and_one_is_read_for_every_text():
+    programs = programs_of(lambda m, b: (m(b["x"]) * (b["n"] if not isinstance(b["n"], str) else len(b["n"]))).sum())
+    one, two = batches_with("n", [0.25, 0.5])
+    assert read(programs, one) is read(programs, two) is programs.get(two)
+    a, b, again = batches_with("n", ["a", "bb", "a"])
+    assert programs.get(a) is None
+    assert read(programs, a) is read(programs, again) is not read(programs, b)
+    whole = batches_with("n", [1])[0]
+    assert programs.get(whole) is None  # an int is no float: int times int is an int
+    for batch in (one, a, whole):
+        program = read(programs, batch)
+        assert unpack(pack(program)).digest() == program.digest()
+
+
+def test_an_input_may_be_one_number_and_another_a_value():
+    programs = programs_of(lambda m, b: (m(b["x"])[:, : b["n"]["width"]] * b["n"]["scale"]).sum())
+    batch = batches_with("n", [{"width": 3, "scale": 0.5}])[0]
+    assert read(programs, batch).others == {"n.width": "3", "n.scale": "a float"}
+
+
+def test_reading_for_ever_is_refused():
+    """A counter that Python looks at is another one in every step: MOST programs are read, and then its name is said."""
+    programs = programs_of(lambda m, b: m(b["x"]).sum() * (2.0 if b["step"] > 3 else 1.0))
+    batches = batches_with("step", list(range(MOST + 1)))
+    first = read(programs, batches[0])
+    for batch in batches[1:-1]:  # as if they had been read
+        programs._known[_key(batch, True)].append(dataclasses.replace(first, others={"step": text_of(batch["step"])}, _runners={}))
+    with pytest.raises(CaptureError, match=f"looks at step of the batch, a int, in Python, and it has had {MOST} values so far"):
+        read(programs, batches[-1])
+
+
+def test_lengths_and_orders_of_packed_sequences_count():
+    """Sums of lengths are equal here, so that the data has one shape; the sizes decide what runs, and the orders are tensors of the batch."""
+    rows = torch.randn(3, 4, 3)
+    leaves = {each: leaves_of(packed(rows, each)) for each in ((4, 1, 3), (1, 3, 4), (4, 2, 2))}
+    first, moved, other = leaves.values()
+    others = {name: text_of(value) for name, value in first.values.items()}
+    assert list(first.tensors) == ["data", "sorted_indices", "unsorted_indices"] and list(others) == ["batch_sizes"]
+    assert fits(others, moved.values) and not fits(others, other.values)
+    again = first.rebuild(list(first.tensors.values()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, packed(rows, (4, 1, 3)), strict=True))
+
+
+def packed(rows: Tensor, lengths: tuple[int, ...]) -> Any:
+    return pack_padded_sequence(rows, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
+
+
+def test_texts_are_equal_for_equal_values_and_only_for_them():
+    values = [
+        None,
+        True,
+        1,
+        1.0,
+        "1",
+        b"1",
+        [1],
+        (1,),
+        {"a": 1},
+        {1},
+        Task.COPY,
+        torch.float32,
+        numpy.arange(3),
+        numpy.arange(3.0),
+        "x" * 300,
+        "x" * 301,
+    ]
+    texts = [text_of(value) for value in values]
+    assert None not in texts and len(set(texts)) == len(texts)
+    assert text_of([1, Opaque(2.0)]) is None and text_of({"a": {Opaque(1.0)}}) is None
+
+
+def test_lists_without_tensors_are_one_value():
+    leaves = leaves_of({"x": torch.ones(1), "names": ["a", "b"], "scales": [0.5, 1.5], "pair": (torch.ones(1), 3)})
+    assert list(leaves.values) == ["names", "scales.0", "scales.1", "pair.1"]
