@@ -234,6 +234,22 @@ def test_only_layers_whose_weights_are_parameters_land():
     assert landed(min_elements=17) == landed() == []
 
 
+@pytest.mark.parametrize("landing", [None, "in place"])
+def test_a_rank_may_have_no_outputs_of_a_layer(landing: str | None):
+    """Two classes on three ranks: what has no columns was asked for as many rows as fit ("cannot reshape tensor of 0 elements")."""
+    group = simulated_groups(1)[0]
+    everything = whole((3, WIDTH), 1)
+    change = Transition(source="invariant", target="part", before=everything, after=everything)
+    layers = GatheredLinears(change=change, biased=(True, False), landing=InPlace() if landing else None)
+    x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((0, WIDTH), (0,), (5, WIDTH))]
+    nothing, some = layers.run(group, x, *weights)
+    (nothing.sum() + some.square().sum()).backward()
+    (expected,) = torch.autograd.grad(F.linear(x, weights[2]).square().sum(), x)
+    torch.testing.assert_close(x.grad, expected, rtol=1e-13, atol=1e-13)  # float64, sums in another order
+    assert all(each.grad is not None and each.grad.shape == each.shape for each in weights)
+
+
 @pytest.mark.parametrize("source", ["invariant", "part"])
 def test_layers_with_their_change_of_placement_land_now_or_later(source: Any):
     """Weights wait in a pipeline's backward for inputs, but not for an input that was gathered again: it would have to be held."""

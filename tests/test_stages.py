@@ -90,6 +90,23 @@ def test_cut_anywhere(model: str, cut: int):
     check(run_pipeline(subject, make_schedule("1f1b", 2, 2), at))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("first", ["near", "far"])
+def test_microbatches_of_other_sizes_may_be_cut_so_that_other_values_cross(first: str, schedule: str):
+    """With 5 samples in 2 microbatches there are two programs. What crosses from the first stage to the last in one of them may be made and used in one
+    stage in the other; then a message without a tensor was looked up in vain (`KeyError: Message(source=0, destination=2, ...)`)."""
+    job = make_job("unused_twice", "sgd")
+    data = job.data()
+    subject = subject_of(job, [default_collate([data[at] for at in each]) for each in (range(3), range(3, 5))])
+
+    def cut(program: Program, num_stages: int) -> dict[str, int]:
+        near = (program is subject.programs[0]) == (first == "near")
+        count = len(program.nodes)  # near: all but the loss in the first stage
+        return {node.name: (2 if number == count - 1 else 0) if near else number * 3 // count for number, node in enumerate(program.nodes)}
+
+    check(run_pipeline(subject, make_schedule(schedule, 3, 2), cut))
+
+
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "interleaved", "zb-v", pytest.param("gpipe", marks=pytest.mark.slow), pytest.param("zb-h1", marks=pytest.mark.slow)]
 )

@@ -89,9 +89,10 @@ class SharedValues(nn.Module):
 def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind: str):
     """Two ranks hold the same two heads, and each was given the sum of what the further layer sends back, which so was counted twice."""
     pins = {"q": "heads", "kk": "heads", "v": "heads", "g": "column", "u": "row"}
+    texts = torch.randn(8, 5, 24, generator=torch.Generator().manual_seed(4))
     job = Job(
         model=lambda: SharedValues(kind), loss=lambda model, batch: model(batch["x"]).square().mean(), batch_size=4, steps=2,
-        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=lambda: Samples(x=torch.randn(8, 5, 24)),
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=lambda: Samples(x=texts),
     )  # fmt: skip
     report = verify(job, Plan(tp=4, tp_placements=pins), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
@@ -99,6 +100,29 @@ def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind:
     with keyed(job, str(Plan(tp=4, tp_placements=pins)), steps=2) as trainer:
         summary = trainer.fit()
     assert summary.predicted == summary.counted
+
+
+def test_tables_of_bags_are_divided_by_rows():
+    """In lockstep they were; a rank's own program had no name for what looks up a part of the rows ("'BagsOfPart' object has no attribute '__name__'")."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums, self.means = nn.EmbeddingBag(11, 5, mode="sum", padding_idx=0), nn.EmbeddingBag(11, 5, mode="mean")
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.sums(x) + self.means(x))
+
+    words = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(5))
+    job = Job(
+        model=Bags, loss=lambda model, batch: model(batch["x"]).square().mean(), batch_size=4, steps=2,
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=lambda: Samples(x=words),
+    )  # fmt: skip
+    report = verify(job, Plan.parse("tp=2,tp_placements=sums:vocabulary+means:vocabulary"), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+    assert max(report.owned) < 0.97
 
 
 def test_what_is_divided_takes_less_of_every_rank():

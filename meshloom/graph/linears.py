@@ -5,6 +5,7 @@ y_i = x w_i^T + b_i      x comes in parts, or is invariant; every rank has some 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -60,4 +61,4 @@ def weight_gradients(
 
 
 def _rows(value: Tensor) -> Tensor:
-    return value.reshape(-1, value.shape[-1])
+    return value.reshape(math.prod(value.shape[:-1]), value.shape[-1])  # a rank may have no outputs

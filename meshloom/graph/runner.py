@@ -156,6 +156,9 @@ def lower(
         elif isinstance(target, Joint):
             specials.append(target)
             made[node.name] = graph.call_method("talk", (special, len(specials) - 1, *args))
+        elif not hasattr(target, "__name__"):  # a value that can be called, which a graph has no name for
+            specials.append(target)
+            made[node.name] = graph.call_method("call", (special, len(specials) - 1, *args), kwargs)
         else:
             made[node.name] = graph.call_function(target, args, kwargs)
         if visiting:
@@ -165,7 +168,7 @@ def lower(
 
 
 class Special:
-    """What a program calls that is no function of its operands alone. group: the ranks that it is divided among."""
+    """What a program calls that is no plain function of its operands. group: the ranks that it is divided among."""
 
     def __init__(self, targets: Sequence[Any], group: Group | None) -> None:
         self._targets = targets
@@ -179,6 +182,10 @@ class Special:
     def talk(self, number: int, *args: Any) -> Any:
         """Call number `number`, which may talk to the other ranks."""
         return self._targets[number].run(self._group, *args)
+
+    def call(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """Call number `number`, of its operands alone."""
+        return self._targets[number](*args, **kwargs)
 
     def draw(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Call number `number`, which draws, with keys."""

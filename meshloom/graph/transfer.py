@@ -58,7 +58,6 @@ def pack(program: Program) -> bytes:
         "training": program.training,
         "precision": encoded(program.precision),
         "by_shapes": program.by_shapes,
-        "others": dict(program.others),
     }
     text = json.dumps(header, allow_nan=False).encode()
     values = {} if program.by_shapes else {name: _flat(each) for name, each in program.constants.items()}
@@ -100,7 +99,6 @@ def _program(header: Mapping[str, Any], values: Mapping[str, Tensor]) -> Program
         training=header["training"],
         precision=decoded(header["precision"]),
         by_shapes=header["by_shapes"],
-        others=header["others"],
     )
 
 

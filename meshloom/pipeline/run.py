@@ -8,7 +8,7 @@ The memory of a microbatch is let go when its backward is done. There is no coll
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -123,18 +123,17 @@ def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], dic
     return {"F": stage.forward, "B": stage.backward, "I": stage.input_gradients, "W": stage.weight_gradients}[action.kind]
 
 
-def _values_of(crossings: Sequence[Sequence[Crossing]], schedule: Schedule) -> dict[Message, list[tuple[str, Meta]]]:
-    """Message -> the tensors in it, in order. Empty ones are not sent."""
+def _values_of(crossings: Sequence[Sequence[Crossing]], schedule: Schedule) -> Mapping[Message, list[tuple[str, Meta]]]:
+    """Message -> the tensors in it, in order. None where what crosses differs between sizes of microbatches, and nothing does for this one."""
     split = schedule.split
-    found: dict[Message, list[tuple[str, Meta]]] = {}
+    found: defaultdict[Message, list[tuple[str, Meta]]] = defaultdict(list)
     for microbatch, of_size in enumerate(crossings):
         for each in of_size:
             forward = Message(each.source, each.destination, microbatch, Action(each.source, "F", microbatch))
-            found.setdefault(forward, []).append((each.value, each.meta))
-            made_by = Action(each.destination, "I" if (each.destination, microbatch) in split else "B", microbatch)
-            back = found.setdefault(Message(each.destination, each.source, microbatch, made_by), [])
+            found[forward].append((each.value, each.meta))
             if each.meta.requires_grad:
-                back.append((each.value, each.meta))
+                made_by = Action(each.destination, "I" if (each.destination, microbatch) in split else "B", microbatch)
+                found[Message(each.destination, each.source, microbatch, made_by)].append((each.value, each.meta))
     return found
 
 

@@ -9,19 +9,19 @@ static bool post(ml_group *group, message *message) {
     size_t element = ml_element_bytes(call->dtype);
     mailbox *mail = mail_between(group, group->rank, message->peer);
     uint64_t piece = group->settings.message_piece_bytes / element, left = call->count - message->next, length = left < piece ? left : piece;
-    uint64_t posted = group->sent[message->peer], slot = posted % MAIL;
+    uint64_t posted = atomic_load_explicit(&mail->posted, memory_order_relaxed), slot = posted % MAIL;
     letter *letter = &mail->letters[slot];
     if (atomic_load_explicit(&letter->full, memory_order_acquire)) return false;
-    ml_sweep(group);
-    ml_sweep_letters(group);
+    sweep(group);
+    sweep_letters(group);
     uint64_t offset = 0, bytes = rounded(length * element);
     if (bytes) {
         if (group->message_bytes && group->message_bytes + bytes > group->settings.message_bytes) return false;
-        if (!ml_allocate(group, bytes, UINT64_MAX, &offset)) {
+        if (!allocate(group, bytes, UINT64_MAX, &offset)) {
             if (!group->num_blocks && !group->failure) group->failure = ML_NO_SPACE;
             return false;
         }
-        copy(group->arenas[group->rank] + offset, (const uint8_t *)call->in + message->next * element, length * element);
+        memcpy(group->arenas[group->rank] + offset, (const uint8_t *)call->in + message->next * element, length * element);
         group->letter_blocks[message->peer * MAIL + slot] = offset + 1;
         group->letters_posted++;
         group->message_bytes += bytes;
@@ -37,9 +37,8 @@ static bool post(ml_group *group, message *message) {
     message->next += length;
     message->over = message->next == call->count;
     atomic_store_explicit(&letter->full, 1, memory_order_release);
-    group->sent[message->peer] = posted + 1;
     atomic_store_explicit(&mail->posted, posted + 1, memory_order_release);
-    ml_ring_one(group, message->peer);
+    ring_one(group, message->peer);
     return true;
 }
 
@@ -47,10 +46,8 @@ static bool post(ml_group *group, message *message) {
 static int64_t letter_from(ml_group *group, int source, int64_t tag) {
     mailbox *mail = mail_between(group, source, group->rank);
     uint64_t posted = atomic_load_explicit(&mail->posted, memory_order_acquire);
-    uint64_t head = group->head[source];
-    if (posted < head || posted - head > MAIL) posted = head; /* no sender has counted so */
-    for (uint64_t number = head; number < posted; number++)
-        if (!(group->taken[source] >> (number - head) & 1) && mail->letters[number % MAIL].tag == tag) return (int64_t)number;
+    for (uint64_t number = group->head[source]; number < posted; number++)
+        if (!(group->taken[source] >> (number - group->head[source]) & 1) && mail->letters[number % MAIL].tag == tag) return (int64_t)number;
     return -1;
 }
 
@@ -65,33 +62,25 @@ static bool take(ml_group *group, message *message) {
             if ((number = letter_from(group, rank, message->tag)) >= 0) source = rank;
     if (number < 0) return false;
     mailbox *mail = mail_between(group, source, group->rank);
-    letter *letter = &mail->letters[number % MAIL], read;
-    copy_once(&read, letter, sizeof read);
+    letter *letter = &mail->letters[number % MAIL];
     const ml_call *call = &message->call;
     message->found = source;
     message->began = true;
-    if (read.count != call->count || read.dtype != call->dtype) {
+    if (letter->count != call->count || letter->dtype != call->dtype) {
         message->failed = true;
         group->mismatch = source;
         group->mismatch_number = (uint64_t)number;
         return true;
     }
     size_t element = ml_element_bytes(call->dtype);
-    bool is_next = read.first == message->next && read.length <= call->count - message->next && (read.length || !call->count);
-    if (!is_next || !is_within(read.offset, read.length * element, group->capacity)) {
-        group->mismatch = source;
-        group->mismatch_number = (uint64_t)number;
-        group->failure = ML_OUTSIDE;
-        return false;
-    }
-    copy((uint8_t *)call->out + read.first * element, group->arenas[source] + read.offset, read.length * element);
-    message->next += read.length;
+    memcpy((uint8_t *)call->out + letter->first * element, group->arenas[source] + letter->offset, letter->length * element);
+    message->next += letter->length;
     message->over = message->next == call->count;
     uint64_t bit = (uint64_t)number - group->head[source];
     group->taken[source] |= (uint64_t)1 << bit;
     while (group->taken[source] & 1) group->taken[source] >>= 1, group->head[source]++;
     atomic_store_explicit(&letter->full, 0, memory_order_release);
-    ml_ring_one(group, source);
+    ring_one(group, source);
     return true;
 }
 
@@ -114,7 +103,7 @@ static void forget_message(ml_group *group, size_t index) {
 }
 
 /* What was sent is forgotten at once; what has come when it is released. */
-bool ml_advance_messages(ml_group *group) {
+bool advance_messages(ml_group *group) {
     bool moved = false;
     for (size_t index = 0; index < group->num_messages && !group->failure;) {
         message *message = group->messages[index];
@@ -127,7 +116,7 @@ bool ml_advance_messages(ml_group *group) {
     return moved;
 }
 
-message *ml_message_of(ml_group *group, int64_t id) {
+message *message_of(ml_group *group, int64_t id) {
     for (size_t index = 0; index < group->num_messages; index++)
         if (group->messages[index]->id == id) return group->messages[index];
     return NULL;
@@ -150,7 +139,7 @@ static int64_t add_message(ml_group *group, bool sends, int peer, int64_t tag, c
     *added = (message){.id = group->next_id++, .sends = sends, .peer = peer, .found = peer, .tag = tag, .call = *call};
     int64_t id = added->id;
     group->messages[group->num_messages++] = added;
-    ml_advance_messages(group);
+    advance_messages(group);
     pthread_mutex_unlock(&group->lock);
     return id;
 }
@@ -161,7 +150,7 @@ int64_t ml_receive(ml_group *group, int source, int64_t tag, const ml_call *call
 
 int ml_message_source(ml_group *group, int64_t id) {
     pthread_mutex_lock(&group->lock);
-    message *message = ml_message_of(group, id);
+    message *message = message_of(group, id);
     int source = message ? message->found : -1;
     pthread_mutex_unlock(&group->lock);
     return source;
@@ -177,10 +166,8 @@ void ml_release_message(ml_group *group, int64_t id) {
     pthread_mutex_unlock(&group->lock);
 }
 
-int ml_letter_of(ml_group *group, int source, uint64_t number, ml_descriptor *found) {
-    letter posted;
-    copy_once(&posted, &mail_between(group, source, group->rank)->letters[number % MAIL], sizeof posted);
-    *found = (ml_descriptor){.number = number, .count = posted.count, .dtype = posted.dtype, .ndim = posted.ndim};
-    memcpy(found->shape, posted.shape, sizeof found->shape);
-    return posted.dtype < ML_DTYPES;
+void ml_letter_of(ml_group *group, int source, uint64_t number, ml_descriptor *found) {
+    const letter *posted = &mail_between(group, source, group->rank)->letters[number % MAIL];
+    *found = (ml_descriptor){.number = number, .count = posted->count, .dtype = posted->dtype, .ndim = posted->ndim};
+    memcpy(found->shape, posted->shape, sizeof found->shape);
 }
