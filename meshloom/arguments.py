@@ -72,6 +72,10 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
     train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
     train.add_argument("--out", metavar="DIR", help="write checkpoints here")
     train.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in DIR, or from this checkpoint")
+    train.add_argument(
+        "--overwrite", action="store_true", default=None,
+        help="begin anew although DIR holds an earlier run's checkpoints; they go once this run has saved its first",
+    )  # fmt: skip
     add_asynchronous(train)
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
     verify.add_argument("--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)")

@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_rank():
         try:
             return _run_here(arguments)
-        except SystemExit:  # the user's own
-            raise
+        except SystemExit as leaving:  # the user's own
+            raise SystemExit(report_failure(leaving)) from None
         except BaseException as error:
             leave(report_failure(error))
     try:
@@ -146,6 +146,7 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         steps=arguments.steps,
         out=arguments.out,
         resume=arguments.resume,
+        overwrite=bool(arguments.overwrite),
         timeout_seconds=arguments.timeout,
         transport=arguments.transport,
         share=True,

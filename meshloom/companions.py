@@ -202,7 +202,7 @@ class _Companion:
 @contextmanager
 def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
     """A function that takes a step of what one of `number` replicas has of a batch, after the first two steps."""
-    with Trainer(replace(job, batch_size=job.batch_size // number), Plan(), devices="cpu", listener=QUIET) as trainer:
+    with Trainer(replace(job, batch_size=job.batch_size // number, evaluate=None), Plan(), devices="cpu", listener=QUIET) as trainer:
         batch = next(iter(trainer.batches()))
         for _ in range(2):
             trainer.step(batch)

@@ -58,7 +58,7 @@ class Job:
     collate: makes a batch of a list of samples; called once per chunk. Default: torch's.
     num_workers: processes per rank that read data ahead.
     shuffle, drop_last: order and short last batch of map-style data.
-    scheduler: of what `optimizer` returned; one scheduler or several, stepped once per step.
+    scheduler: of what `optimizer` returned; one scheduler or several, stepped once per step; `ReduceLROnPlateau` with the step's training loss.
     clip_grad_norm: largest 2-norm of the whole gradient.
     evaluate: what to measure on held-out data, and when.
     tokens_per_sample: makes reports count tokens too.

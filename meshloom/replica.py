@@ -61,6 +61,7 @@ from meshloom.state.pace import Pace
 from meshloom.state.shards import Shards
 from meshloom.state.sharing import why_separate
 from meshloom.state.tally import Tally
+from meshloom.state.trying import naming
 
 
 class Observer(Protocol):
@@ -93,13 +94,17 @@ class Gradients:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step came to: loss (mean over the global batch), its weight, its samples, the gradient's norm if clipping is on."""
+    """What a step came to: loss (mean over the global batch), its weight, its samples, the gradient's norm if clipping is on.
+
+    stopping: whether some rank was asked to stop; the same on all.
+    """
 
     step: int
     loss: float
     weight: float
     samples: int
     gradient_norm: float | None
+    stopping: bool = False
 
 
 class Replica:
@@ -119,6 +124,7 @@ class Replica:
         self._updating = False
         self.replicas = seat.groups["dp"]
         self.observer: Observer | None = None
+        self.stop_requests: Sequence[int] | None = None  # the signals that have asked this rank to stop, if ranks agree on that
         self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
         self.pace = Pace([self.replicas, seat.statistics], seat.device) if plan.shares == "measured" else None
@@ -202,7 +208,7 @@ class Replica:
                 yield from self.staged.published()
         self._updating = False
         doing.enter("between steps", step + 1)
-        return StepResult(step=step, loss=found.loss, weight=found.weight, samples=chunks[0].batch, gradient_norm=norm)
+        return StepResult(step=step, loss=found.loss, weight=found.weight, samples=chunks[0].batch, gradient_norm=norm, stopping=self._tally.stopping)
 
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers change, parameters do not."""
@@ -228,6 +234,8 @@ class Replica:
         yield
         if work is not None:
             work.wait()
+        if self.staged and self.stop_requests is not None:
+            yield from self.staged.add_up_over_tp(self._tally.sums[4:])
         total, weight, divisor = self._tally.result(chunks[0].batch)
         if self.rounds:
             self.rounds.begin_step()
@@ -260,12 +268,21 @@ class Replica:
                 self._begin_chunk(chunk, around, self.observer)
                 root, loss, weight = self._tally.add(self.job.loss(self.model, data), chunk)
                 if chunk is filled[-1]:
-                    work = self._add_up_tally(self.replicas)
+                    work = self._complete_tally()
                     self.exchange.begin_last_chunk()
                 root.backward()
             if self.observer:
                 self.observer.chunk_done(chunk, float(weight), float(loss.detach()))
-        return work if filled else self._add_up_tally(self.replicas)
+        return work if filled else self._complete_tally()
+
+    def _complete_tally(self) -> Work | None:
+        self._ask_to_stop()
+        return self._add_up_tally(self.replicas)
+
+    def _ask_to_stop(self) -> None:
+        """Once a step, with what is added up anyway: so all ranks know of it after the same step."""
+        if self.stop_requests:
+            self._tally.ask_to_stop()
 
     def _add_up_tally(self, group: Group) -> Work | None:
         """Start to make this replica's tally, which is complete, that of all replicas."""
@@ -289,6 +306,7 @@ class Replica:
         yield from staged.train(
             [self._data(chunk) for chunk in filled], finish=finish, begin=partial(self._begin_microbatch, filled), listener=listener
         )
+        self._ask_to_stop()
         yield from staged.add_up(self._tally.sums)
 
     def settle(self) -> Steps[None]:
@@ -328,10 +346,11 @@ class Replica:
                     continue
                 data = self._data(chunk)
                 for name, metric in metrics.items():
-                    if self.staged:
-                        yield from self.staged.evaluate(data, metric, partial(tally.add, name, chunk))
-                    else:
-                        tally.add(name, chunk, metric(self.model, data))
+                    with naming(name):
+                        if self.staged:
+                            yield from self.staged.evaluate(data, metric, partial(tally.add, name, chunk))
+                        else:
+                            tally.add(name, chunk, metric(self.model, data))
         if self.staged:
             yield from self.staged.add_up(tally.sums)
         if self.plan.dp > 1:
@@ -406,7 +425,7 @@ class Replica:
         """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
         if self.plan.dp == 1:
             return {}
-        loss_and_weight = {"all_reduce": 32}
+        loss_and_weight = {"all_reduce": 40}
         joined = {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()} if self.plan.sync_batch_norm else {}
         of_buffers = [statistics.bytes_per_step() for statistics in self.statistics]
         return _add(loss_and_weight, joined, self.exchange.bytes_per_step(), *of_buffers, self.updater.bytes_per_step())

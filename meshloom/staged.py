@@ -21,10 +21,12 @@ from meshloom.comm.seat import Seat
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first
-from meshloom.errors import DataError
+from meshloom.errors import CaptureError, DataError
 from meshloom.exchange.exchange import Exchange
+from meshloom.graph.batch_values import check_following
 from meshloom.graph.division import Division
 from meshloom.graph.landing import InPlace
+from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import LossPrograms
 from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import place
@@ -81,6 +83,9 @@ class Staged:
         batches = yield from on_first(self.seat.world, lambda: first_batches(self.job, 1, size), DataError)
         batch = to_device(batches[0] if batches else None, self.seat.device, self.dtype)
         stages = yield from self.staging.open(batch, self.seat.world, model)
+        yield from on_first(
+            self.seat.world, lambda: check_following(self.staging.others, lambda: leaves_of(first_batches(self.job, 2, size)[-1])), CaptureError
+        )
         self.stages = tuple(stage for stage in stages if self.staging.ranks[stage.number] == self.pp.rank)
         self.homes = Homes(self.staging.holders, self.pp, self._team)
         self.homes.release(model)
@@ -150,6 +155,14 @@ class Staged:
         if self.pp.size > 1:
             work = self.pp.all_reduce(sums)
             self.sent["pp"]["all_reduce"] += sums.nbytes
+            yield
+            work.wait()
+
+    def add_up_over_tp(self, sums: Tensor) -> Steps[None]:
+        """Add up over the ranks along tp, each of which has its own."""
+        if self.tp is not None:
+            work = self.tp.all_reduce(sums)
+            self.sent["tp"]["all_reduce"] += sums.nbytes
             yield
             work.wait()
 

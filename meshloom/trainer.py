@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 
@@ -24,8 +25,8 @@ from meshloom.comm.values import agree, collect
 from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
-from meshloom.job import Job
-from meshloom.launch import World, launched_plan, open_world
+from meshloom.job import Evaluate, Job
+from meshloom.launch import StopRequests, World, launched_plan, open_world, report_stop, tell
 from meshloom.mesh import Axis
 from meshloom.pipeline.recorder import Recorder
 from meshloom.plan import Plan
@@ -35,12 +36,14 @@ from meshloom.report.recording import Recording, gather_timeline, is_kept, write
 from meshloom.report.summary import Traffic, time_shares
 from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
-from meshloom.state.checkpoint import Checkpoint, find
+from meshloom.state.checkpoint import Checkpoint, find, passed_over
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.measured_shares import remeasure
+from meshloom.state.run_directory import open_directory
 from meshloom.state.saving import save
 from meshloom.state.shares import Record, Shares
 from meshloom.state.team_data import open_team_reader
+from meshloom.state.trying import untouched
 
 T = TypeVar("T")
 CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
@@ -83,6 +86,7 @@ class Trainer:
     devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, spread over its GPUs).
     steps: the whole run's number of steps, instead of the job's.
     out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
+    overwrite: begin anew although `out` holds an earlier run's checkpoints; they go once this run has saved its first.
     timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto, or gloo.
     dtype: of parameters and floating-point data, for verification.
     share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that talk through shared memory. Only the
@@ -102,6 +106,7 @@ class Trainer:
         steps: int | None = None,
         out: str | Path | None = None,
         resume: str | Path | None = None,
+        overwrite: bool = False,
         timeout_seconds: float = 600.0,
         transport: str = "auto",
         dtype: torch.dtype | None = None,
@@ -135,12 +140,17 @@ class Trainer:
         self._results: list[StepResult] = []
         self._first_loss = math.nan
         self._timelines: list[Timeline] = []
+        self._replaced: list[Path] = []  # an earlier run's checkpoints, until this run has its own
+        self._tried = False  # whether evaluation was
+        self._saved: tuple[int, Path] | None = None  # the newest checkpoint of this run, and its step
+        self._stop_requests = StopRequests()
+        self._stopping = False  # whether all ranks know that some of them was asked to stop
         with self._stack as building:
             self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm))
             self._enter("setting up")
             if self.plan.exchange == "async":
                 settings = Settings(
-                    steps=self.steps, out=self.out, resume=Path(resume) if resume is not None else None, dtype=dtype,
+                    steps=self.steps, out=self.out, resume=Path(resume) if resume is not None else None, overwrite=overwrite, dtype=dtype,
                     snapshot_every=snapshot_every if snapshot_every is not None else DEFAULT_SNAPSHOT_EVERY, circumstances=circumstances or Circumstances(),
                 )  # fmt: skip
                 self.asynchronous = AsynchronousRun(job, self.plan, self.world, settings, self.listener)
@@ -149,43 +159,63 @@ class Trainer:
                 self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}, on a virtual clock"))
                 self._stack = building.pop_all()
                 return
+            building.callback(self._stop_requests.close)
             self.replicas = [Replica(job, self.plan, seat, dtype=dtype, share=share) for seat in self.world.local]
             for replica in self.replicas:
                 building.callback(replica.close)
+                replica.stop_requests = self._stop_requests.received if self.out else None
             self._check_separate()
+            home = Path(resume) if resume is not None else None
+            self._replaced = self.together(lambda replica: open_directory(self.out, replica.seat.world, resume=home, overwrite=overwrite))[0]
             self.together(lambda replica: replica.prepare())
             self._open_shares(recorded_shares)
-            if resume is not None:
-                self._resume(Path(resume))
+            if home is not None:
+                self._resume(home)
             self._start_step = self._checked = self.next_step
             self._checks = self._evaluations = 0
             self._clock = _Clock()
             copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
             summed = f"; replicas add up by {self.plan.algorithm}, on messages" if self.plan.algorithm else ""
             self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}{summed}"))
+            for note in self.replicas[0].updater.notes():
+                self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
             self._enter("between steps")
             self._stack = building.pop_all()
 
     def batches(self) -> Iterator[Batch]:
-        """This process's share of every global batch that is left, in order."""
+        """This process's share of every global batch that is left, in order.
+
+        After SIGTERM or Ctrl-C a run with `out` finishes its step, saves instead of giving another batch, and raises `SystemExit`.
+        """
         self._refuse_loop()
+        if self.job.evaluate and not self._tried and self.next_step < self.steps:
+            self._try_evaluation()
         try:
+            if self.out:
+                self._stop_requests.open()
             self._enter("reading")
             self._readers = self.together(self._open_reader)
             while self.next_step < self.steps:
+                if self._stopping or (self._stop_requests.received and len(self.replicas) == self.plan.mesh.size):
+                    self._stop(self.out)
                 yield self._read()
         finally:
+            self._stop_requests.close()
             self._close_readers()
 
     def step(self, batch: Batch) -> float:
         """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
         self._refuse_loop()
+        if self.out and not self._stop_requests.armed:
+            self._stop_requests.arm()
+            tell({"event": "saves"}) if self._stop_requests.armed else None
         started, held_up = time.monotonic(), self._held_up()
         recorded = self.plan.pp > 1 and self.out is not None and is_kept(batch.step + 1, self._start_step, self.steps)
         for replica in self.replicas:
             replica.recorder = Recorder(replica.seat.device) if recorded else None
         self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
         self.next_step = batch.step + 1
+        self._stopping = self._results[0].stopping
         self._enter("comparing")
         if self.next_step == self.steps:
             self.together(lambda replica: replica.settle())
@@ -248,15 +278,27 @@ class Trainer:
             return self.asynchronous.evaluate()
         if self.job.evaluate is None:
             raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
+        return self._evaluate(self.job.evaluate)
+
+    def _evaluate(self, what: Evaluate, num_batches: int | None = None) -> dict[str, float]:
         self._enter("evaluating")
         if self._evaluation_data is None:
-            self._evaluation_data = build_dataset(self.job.evaluate.data, self.job.seed)
-        shares = self.shares.of(max(self.next_step - 1, 0))
-        chunks = [evaluation_chunks(self._evaluation_data, self.job, self.plan, replica.seat.readers, shares) for replica in self.replicas]
+            self._evaluation_data = build_dataset(what.data, self.job.seed)
+        data, shares = self._evaluation_data, self.shares.of(max(self.next_step - 1, 0))
+        chunks = [evaluation_chunks(data, self.job, self.plan, replica.seat.readers, shares, num_batches) for replica in self.replicas]
         self._evaluations += 1
         values = self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
         self._enter("between steps")
         return values
+
+    def _try_evaluation(self) -> None:
+        """One batch with all metrics, so that what is wrong with them is known before the first step."""
+        assert self.job.evaluate
+        self._tried = True
+        with ExitStack() as around:
+            for replica in self.replicas:
+                around.enter_context(untouched(replica.model))
+            self._evaluate(self.job.evaluate, num_batches=1)
 
     def save(self) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; its path."""
@@ -280,12 +322,28 @@ class Trainer:
                 plan_text=str(self.plan),
                 group=replica.seat.world,
                 keep=self.job.keep_checkpoints,
+                replaced=self._replaced,
             )
             return path
 
         path = self.together(write)[0]
+        self._replaced = []
+        self._saved = self.next_step, path
         self._enter("between steps")
         return path
+
+    def _stop(self, out: Path | None) -> NoReturn:
+        """End as asked to: with a checkpoint, a sentence, and the exit code of the signal."""
+        number = self._stop_requests.received[0] if self._stop_requests.received else signal.SIGTERM
+        if self._saved is None or self._saved[0] != self.next_step:
+            path = self.save()
+            self._tell(lambda: self.listener.saved(self.next_step, path))
+        why = f"by {signal.Signals(number).name}" if self._stop_requests.received else "because another rank was asked to"
+        text = f"Stopped {why} after step {self.next_step} of {self.steps}, which is saved. Go on with --resume {out}."
+        main = self.world.main
+        self.close()  # while all ranks are here
+        report_stop(text, 128 + number, main=main)
+        raise SystemExit(128 + number)
 
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
@@ -422,6 +480,8 @@ class Trainer:
             shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
             replica.load(checkpoint.read, shapes, checkpoint.values["updater"])
         checkpoint.check_steps_left(self.steps)
+        if said := passed_over(checkpoint.path):
+            self._tell(lambda: self.listener.note(said))
         self._go_on_with(checkpoint)
         self.next_step = checkpoint.step
 

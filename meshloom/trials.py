@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from meshloom.job import Job
@@ -65,7 +66,7 @@ def try_here(job: Job, transport: str, steps: int, path: Path) -> None:
     Short batches at the end of an epoch do not count, if there are others.
     """
     took: dict[int, list[float]] = {}  # by samples of the global batch
-    with Trainer(job, devices="cpu", transport=transport, share=True, listener=QUIET, steps=MOST_STEPS) as trainer:
+    with Trainer(replace(job, evaluate=None), devices="cpu", transport=transport, share=True, listener=QUIET, steps=MOST_STEPS) as trainer:
         for number, batch in enumerate(trainer.batches()):
             started = time.perf_counter()
             trainer.step(batch)

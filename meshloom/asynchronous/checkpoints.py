@@ -20,12 +20,14 @@ from meshloom.exchange.elastic.ledger import Ledger
 from meshloom.exchange.elastic.messages import Kind
 from meshloom.job import Job
 from meshloom.plan import Plan
-from meshloom.state.checkpoint import Checkpoint, check_same_data, find, save
+from meshloom.state.checkpoint import Checkpoint, check_same_data, find, passed_over, save
 from meshloom.state.shards import Shards
 
 
-def write_snapshot(directory: Path, version: int, contents: Sequence[Content], state: Any, model: nn.Module, job: Job, plan: Plan) -> Path:
-    """Save the snapshot after update `version`; its path. contents: of all servers. state: the head's. model: loaded with it."""
+def write_snapshot(
+    directory: Path, version: int, contents: Sequence[Content], state: Any, model: nn.Module, job: Job, plan: Plan, replaced: Sequence[Path] = ()
+) -> Path:
+    """Save the snapshot after update `version`; its path. contents: of all servers. state: the head's. model: loaded with it. replaced: of `save`."""
     values = {
         "updater": contents[0].settings,
         "seed": job.seed,
@@ -42,6 +44,7 @@ def write_snapshot(directory: Path, version: int, contents: Sequence[Content], s
         plan_text=str(plan),
         group=simulated_groups(1)[0],
         keep=job.keep_checkpoints,
+        replaced=replaced,
     )
     return run_in_steps([steps])[0]
 
@@ -62,6 +65,11 @@ class Start:
         checkpoint = Checkpoint.open(find(settings.resume))
         checkpoint.check_steps_left(settings.steps)
         return Start(version=checkpoint.step, state=read_state(checkpoint, job, plan, shares, model), checkpoint=checkpoint)
+
+    @property
+    def note(self) -> str:
+        """A line about newer checkpoints that were passed over; "" if there are none."""
+        return passed_over(self.checkpoint.path) if self.checkpoint else ""
 
     def snapshot(self, replica: Computing, server: int) -> tuple[Kind, Content | None]:
         """What server `server` has then."""

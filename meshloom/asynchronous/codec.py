@@ -24,6 +24,7 @@ from meshloom.errors import JobError, MessageError
 from meshloom.exchange.elastic.messages import (
     Apply,
     Back,
+    Broken,
     Done,
     Drop,
     Give,
@@ -71,6 +72,7 @@ _FORMS: dict[type, _Form] = {
     Done: _Form(kind=15),
     # server -> head
     Staged: _Form(kind=21, whole=("server", "incarnation", "worker", "ticket"), other=("loss", "norm")),
+    Broken: _Form(kind=24, whole=("server", "worker")),
     Kept: _Form(kind=22, whole=("server", "incarnation", "version")),
     Back: _Form(kind=23, whole=("server", "asked", "newest")),
     # head -> server
@@ -86,7 +88,7 @@ _MAY_LACK = {(Hello, "worker"), (Leave, "incarnation"), (Leave, "pushed"), (Rejo
 _NONE = {(Hello, "worker"), (Rejoin, "ticket"), (Back, "asked")}  # there -1 is None, elsewhere itself
 FROM_WORKERS = frozenset(_FORMS[each].kind for each in (Ask, Hello, Tally, Join, Leave, Push))
 TO_WORKERS = frozenset(_FORMS[each].kind for each in (Terms, Welcome, Part, Rejoin, Done))
-FROM_SERVERS = frozenset(_FORMS[each].kind for each in (Staged, Kept, Back))
+FROM_SERVERS = frozenset(_FORMS[each].kind for each in (Staged, Broken, Kept, Back))
 TO_SERVERS = frozenset(_FORMS[each].kind for each in (Report, Apply, Give, Keep, Drop, Restore))
 
 

@@ -11,7 +11,7 @@ from meshloom.exchange.elastic.circumstances import Circumstances, parse_inciden
 from meshloom.job import Job
 from meshloom.plan import Plan
 
-_OF_A_RUN = ("steps", "out", "resume", "snapshot_every", "listen", "json", "step_seconds", "latency_seconds", "incidents")
+_OF_A_RUN = ("steps", "out", "resume", "overwrite", "snapshot_every", "listen", "json", "step_seconds", "latency_seconds", "incidents")
 _OF_ASYNC = ("snapshot_every", "listen", "step_seconds", "latency_seconds", "incidents")
 
 
@@ -77,6 +77,7 @@ def settings_of(arguments: argparse.Namespace, job: Job) -> Settings:
         steps=arguments.steps if arguments.steps is not None else job.steps,
         out=Path(arguments.out) if arguments.out is not None else None,
         resume=Path(arguments.resume) if arguments.resume is not None else None,
+        overwrite=bool(arguments.overwrite),
         snapshot_every=arguments.snapshot_every if arguments.snapshot_every is not None else DEFAULT_SNAPSHOT_EVERY,
         circumstances=circumstances_of(arguments) or Circumstances(),
         listen=arguments.listen if arguments.listen is not None else DEFAULT_LISTEN,

@@ -6,6 +6,7 @@ Server 0 also holds the buffers: whole numbers (counters) add up, everything els
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,6 +110,10 @@ class Parameters:
         kept = [replace(each, tensor=each.tensor.clone()) for each in pieces]
         return Content.of_pieces(values=values, buffers=buffers or {}, settings=settings, pieces=kept)
 
+    def notes(self) -> list[str]:
+        """What the user should know before the first update."""
+        return self._updater.notes()
+
     def learning_rates(self) -> list[float]:
         """Of every group of every optimizer that has one."""
         return self._updater.learning_rates()
@@ -117,6 +122,15 @@ class Parameters:
 def changes_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a push says of buffers that a share has changed: by how much, of whole numbers; else what they are now."""
     return {name: each - before[name] if _counts(each) else each.clone() for name, each in after.items() if not torch.equal(each, before[name])}
+
+
+def what_is_not_finite(gradients: Sequence[Tensor | None], loss: float, norm: float) -> str:
+    """Which part of a push is no number, in words; "" if all are. An update with it would make all parameters so."""
+    if not math.isfinite(loss):
+        return "loss"
+    if not math.isfinite(norm):
+        return "norm"
+    return "" if all(bool(each.isfinite().all()) for each in gradients if each is not None) else "gradient"
 
 
 def _counts(buffer: Tensor) -> bool:

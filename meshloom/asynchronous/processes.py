@@ -60,7 +60,10 @@ class ProcessRun:
         shares = Shares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
         self._inspection = Inspection(job, plan, settings, replica)
+        self._inspection.try_out()
         start = Start.find(settings, job, plan, shares, replica.model)
+        if start.note:
+            listener.note(start.note)
         self.next_step = start.version
         self._inspection.load([start.snapshot(replica, number)[1] for number in range(plan.servers)])
         self._account = Account(job, plan, settings.steps)
@@ -69,6 +72,7 @@ class ProcessRun:
         self._starts: Counter[str] = Counter()
         self._tallies: dict[int, dict[str, float]] = {}
         self._present: set[int] = set()
+        self._noted: set[str] = set()
         self._finished = False
         self._due: deque[int] = deque()
         self._seen = start.version  # the newest snapshot that was looked at
@@ -157,6 +161,9 @@ class ProcessRun:
                 case "finished":
                     self._finished = True
                     self._ages = Counter({int(age): count for age, count in event["ages"].items()})
+                case "note" if event["text"] not in self._noted:  # a server that is started again says it again
+                    self._noted.add(event["text"])
+                    self._listener.note(event["text"])
                 case "serving":
                     self._starts[who] += 1
                 case _:
@@ -185,7 +192,12 @@ class ProcessRun:
         (self._present.add if what == "joined" else self._present.discard)(worker)
         if self._finished or (what == "joined" and worker < self._plan.dp):
             return
-        said = {"joined": "has joined", "left": "has left", "lost": "is lost: so is its gradient, and its share is given out again"}[what]
+        said = {
+            "joined": "has joined",
+            "left": "has left",
+            "lost": "is lost: so is its gradient, and its share is given out again",
+            "expelled": "has pushed a gradient that is not finite: it was refused, its share is given out again, and the worker is let go",
+        }[what]
         self._listener.note(f"after update {self.next_step} worker {worker} {said}")
 
     # --- Snapshots that are due.

@@ -16,7 +16,7 @@ from meshloom.asynchronous.greetings import Tally
 from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.snapshots import due_path, snapshot_name
 from meshloom.comm.endpoint import Refused
-from meshloom.exchange.elastic.head import Head, Restored, Snapshot, Update
+from meshloom.exchange.elastic.head import Expelled, Head, Restored, Snapshot, Update
 from meshloom.job import Job
 from meshloom.launch.world import peak_memory_bytes
 
@@ -36,6 +36,11 @@ class Reports:
         self._told: dict[str, int] = {}
         self._told_at = time.monotonic()
 
+    def notes(self, notes: Sequence[str]) -> None:
+        """What the user should know, once."""
+        for note in notes:
+            self._tell({"event": "note", "text": note})
+
     def serving(self) -> None:
         """This start of the server begins."""
         self._tell({"event": "serving"})
@@ -46,7 +51,7 @@ class Reports:
             self._present.add(worker)
             self._tell({"event": "worker", "worker": worker, "what": "joined"})
 
-    def gone(self, worker: int, what: Literal["left", "lost"]) -> None:
+    def gone(self, worker: int, what: Literal["left", "lost", "expelled"]) -> None:
         """It does not take part any more, if it did."""
         if worker in self._present:
             self._present.remove(worker)
@@ -66,6 +71,8 @@ class Reports:
                     if self._settings.evaluates(self._job, event.version) or self._settings.saves(self._job, event.version):
                         self._keep_due(event.version)
                     self._tell({"event": "snapshot", "version": event.version})
+                case Expelled():
+                    self.gone(event.worker, "expelled")
                 case Restored():
                     self._tell({"event": "restored", "version": event.version, "lost": event.lost})
         if head.finished and not self._finished:

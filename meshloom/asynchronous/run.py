@@ -22,7 +22,7 @@ from meshloom.asynchronous.settings import Settings, inner_plan
 from meshloom.asynchronous.shares import Shares
 from meshloom.asynchronous.team import TeamReplica
 from meshloom.errors import DeviceError, JobError
-from meshloom.exchange.elastic.head import Head, Restored, Snapshot, Update
+from meshloom.exchange.elastic.head import Expelled, Head, Restored, Snapshot, Update
 from meshloom.exchange.elastic.store import Storage, Store
 from meshloom.exchange.elastic.virtual import Parts, VirtualCluster
 from meshloom.exchange.elastic.worker import Computed, Task
@@ -47,7 +47,10 @@ class AsynchronousRun:
         self._shares = Shares(job, plan)
         self._replica = self._build_replica()
         self._inspection = Inspection(job, plan, settings, self._replica)
+        self._inspection.try_out()
         start = Start.find(settings, job, plan, self._shares, self.model)
+        if start.note:
+            listener.note(start.note)
         self.next_step = start.version
         self._storages = [
             Storage(snapshots={start.version: start.snapshot(self._replica, number)}, newest=start.version) for number in range(plan.servers)
@@ -100,6 +103,8 @@ class AsynchronousRun:
                         self._listener.saved(event.version, saved)
                 case Snapshot():
                     pass  # one that was looked at before
+                case Expelled():
+                    raise AssertionError("simulated workers look at what they push")
         self._inspection.load(self._contents(self._newest[0]))
         for line in self.account():
             self._listener.note(line)
@@ -192,6 +197,8 @@ class AsynchronousRun:
 
     def _restored(self, event: Restored) -> None:
         if self._account.num_updates == 0 and not event.lost:
+            for note in self._held[0].notes():
+                self._listener.note(note)
             return  # the start
         said = self._account.restored(event.version, event.lost)
         self._listener.note(f"at {self._cluster.seconds:g} s a server was back, and {said}")

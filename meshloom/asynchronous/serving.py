@@ -22,7 +22,7 @@ from meshloom.asynchronous.checkpoints import Start
 from meshloom.asynchronous.codec import FROM_SERVERS, FROM_WORKERS, TO_SERVERS, TO_WORKERS, Holding, decode, encode, limits_for
 from meshloom.asynchronous.greetings import Ask, Description, Hello, Tally, Terms, Welcome, digest_of, facts_of
 from meshloom.asynchronous.outbox import Outbox
-from meshloom.asynchronous.parameters import Content, Parameters
+from meshloom.asynchronous.parameters import Content, Parameters, what_is_not_finite
 from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.reports import Reports, Tell
 from meshloom.asynchronous.settings import Settings
@@ -34,7 +34,7 @@ from meshloom.comm.keys import read_server_key, read_worker_key
 from meshloom.comm.sockets import Joined, Lost, Message, Patience
 from meshloom.errors import JobError, MessageError
 from meshloom.exchange.elastic.head import STARTS, Head
-from meshloom.exchange.elastic.messages import HEAD, Address, Back, Join, Kept, Leave, Part, Push, Sent, Staged
+from meshloom.exchange.elastic.messages import HEAD, Address, Back, Broken, Join, Kept, Leave, Part, Push, Sent, Staged
 from meshloom.exchange.elastic.store import Storage, Store
 from meshloom.job import Job
 from meshloom.launch.elastic import HEAD_KEYS, SERVER_KEY
@@ -184,6 +184,9 @@ class ServerProcess:
     def _take(self, message: Tally | Join | Leave | Push) -> None:
         """Of a worker that was let in."""
         if isinstance(message, Push):
+            if wrong := what_is_not_finite(message.gradients, message.loss, message.norm if self._job.clip_grad_norm is not None else 0.0):
+                self._send([(HEAD, Broken(server=self._number, worker=message.worker))])
+                raise MessageError(f"A Push of worker {message.worker} whose {wrong} is not finite.")
             self._reports.carried("push", message.gradients, message.changes)
             self._send(self._store.receive(message))
         elif self._head is None:
@@ -213,7 +216,7 @@ class ServerProcess:
         message = decode(event.header, event.tensors)  # both ends are of this run, with keys that nobody else has
         if self._head is None:
             self._send(self._store.receive(message))
-        elif isinstance(message, Staged | Kept | Back):
+        elif isinstance(message, Staged | Broken | Kept | Back):
             self._servers[message.server] = event.peer
             self._send(self._head.receive(message))
 
@@ -246,5 +249,7 @@ class ServerProcess:
             raise JobError(
                 "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
             )
+        if self._head is not None and self._held is None:
+            self._reports.notes(held.notes())
         self._held = held
         return held

@@ -23,13 +23,15 @@ DEFAULT_LISTEN = "127.0.0.1:0"
 class Settings:
     """How a run goes beside its job and plan.
 
-    steps: updates of the whole run. snapshot_every: updates between snapshots to which servers can go back. circumstances: of a virtual clock.
+    steps: updates of the whole run. overwrite: whether an earlier run's checkpoints in `out` may go.
+    snapshot_every: updates between snapshots to which servers can go back. circumstances: of a virtual clock.
     listen: of processes, HOST:PORT of server 0. timeout_seconds: how long they wait for a worker, or for a server, before they give up.
     """
 
     steps: int
     out: Path | None = None
     resume: Path | None = None
+    overwrite: bool = False
     dtype: torch.dtype | None = None
     snapshot_every: int = DEFAULT_SNAPSHOT_EVERY
     circumstances: Circumstances = field(default_factory=Circumstances)

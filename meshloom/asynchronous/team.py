@@ -103,7 +103,7 @@ class TeamReplica:
             raise type(error)(f"Worker {worker}: {error}") from error
         before = dict(self.model.named_buffers())
         after = {name: each for name, each in answer.buffers.items() if each is not None}
-        return self._host.computed(answer.gradients, changes_of({name: before[name] for name in after}, after), answer.loss)
+        return self._host.computed(worker, chunks, answer.gradients, changes_of({name: before[name] for name in after}, after), answer.loss)
 
     def evaluate(self, chunks: Iterable[Chunk]) -> dict[str, float]:
         """As `WorkerReplica.evaluate`."""

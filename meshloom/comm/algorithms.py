@@ -90,6 +90,10 @@ class SpelledOutGroup(Group):
     def size(self) -> int:
         return self._group.size
 
+    @property
+    def secret(self) -> bytes:
+        return self._group.secret
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         flat = self._flat(tensor, op)
         mean = op == "avg"

@@ -44,11 +44,18 @@ class C10dGroup(Group):
     members: what to call each of its ranks in errors, like "rank 3 (dp=3)".
     device: where a barrier's element lies; with a backend for both, tensors of any device can be handed in.
     activity: where this rank writes that it waits. After a wait that failed it still says so.
+    secret: what its ranks know and their network does not.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, members: Sequence[str], device: torch.device | None = None, activity: Activity | None = None
+        self,
+        process_group: dist.ProcessGroup,
+        members: Sequence[str],
+        device: torch.device | None = None,
+        activity: Activity | None = None,
+        secret: bytes = b"",
     ) -> None:
+        self._secret = secret
         self._process_group = process_group
         self._members = tuple(members)
         self._device = device or torch.device("cpu")
@@ -63,6 +70,10 @@ class C10dGroup(Group):
     @property
     def size(self) -> int:
         return self._process_group.size()
+
+    @property
+    def secret(self) -> bytes:
+        return self._secret
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         tensor = tensor.detach()

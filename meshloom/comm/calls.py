@@ -24,7 +24,7 @@ DTYPES = {
     ))
 }  # fmt: skip
 MOVED = {1: 15, 2: 16, 4: 17, 8: 18, 16: 19}  # other types, by the bytes of an element: moved, but not computed with
-DONE, WAITING, MISMATCH, ABORTED, NO_SPACE = range(5)
+DONE, WAITING, MISMATCH, ABORTED, NO_SPACE, NO_MEMORY, OUTSIDE = range(7)
 
 
 def describe(tensor: Tensor) -> str:
@@ -45,7 +45,9 @@ def call_of(found: Descriptor | None) -> str:
     return f"{name}{reduced} of {tensor_of(found)}{rooted}"
 
 
-def tensor_of(found: Descriptor) -> str:
+def tensor_of(found: Descriptor | None) -> str:
+    if found is None:
+        return "something else"
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     number = found[2]
     name = names[number] if number < len(names) else f"elements of {next(size for size, moved in MOVED.items() if moved == number)} bytes"

@@ -42,6 +42,11 @@ class Group(ABC):
     def size(self) -> int:
         """Number of ranks in the group."""
 
+    @property
+    @abstractmethod
+    def secret(self) -> bytes:
+        """What its ranks know and the network between them does not, to sign with; b"": nothing, or there is no network."""
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Replace `tensor` (any shape, the same on all ranks) by its reduction over the ranks, bit-identical on all."""

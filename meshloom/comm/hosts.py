@@ -88,6 +88,10 @@ class HostsGroup(Group):
     def size(self) -> int:
         return self._parts.whole.size
 
+    @property
+    def secret(self) -> bytes:
+        return self._parts.whole.secret
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         flat = tensor.detach().view(-1)
         k = len(self._hosts[0])

@@ -1,4 +1,4 @@
-"""The ranks of a group find each other's memory, through a store."""
+"""The ranks of a group find each other's memory, through a store in which what they say is signed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshloom.comm.segments import Anonymous, Files, Named, map_file
+from meshloom.comm.signed_store import SignedStore
 from meshloom.errors import CollectiveError, PeerLostError
 
 
@@ -25,11 +26,12 @@ class OwnFile:
 
 
 class Meeting:
-    """How the ranks of a group find each other's memory, through a store."""
+    """How the ranks of a group find each other's memory, through a store. secret: what they sign with."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, members: Sequence[str], timeout: float) -> None:
-        self._store, self._rank, self._size, self._members = store, rank, size, members
+    def __init__(self, store: dist.Store, rank: int, members: Sequence[str], timeout: float, secret: bytes) -> None:
+        self._rank, self._size, self._members = rank, len(members), members
         self._timeout = timedelta(seconds=timeout)
+        self._store = SignedStore(store, rank, members, secret, self._timeout)
 
     def share(self, control_bytes: int, arena_bytes: int, files: Files | None) -> tuple[Files, list[int], Tensor, list[Tensor], OwnFile]:
         """How files are shared, the ranks' processes, the control area, all arenas, the own one's file. Raises `CollectiveError`, `PeerLostError`."""
@@ -47,11 +49,14 @@ class Meeting:
             try:
                 if not problem and all(told):
                     _, *others = told[0].split()
-                    arenas = [
-                        made[0][0] if rank == self._rank else way.open(processes[rank], int(told[rank].split()[0])) for rank in range(self._size)
-                    ]
-                    opened += [each for rank, each in enumerate(arenas) if rank != self._rank]
-                    control = made[1][0] if self._rank == 0 else way.open(processes[0], int(others[0]))
+                    arenas: list[int] = []
+                    for rank, files_of_rank in enumerate(told):
+                        if rank == self._rank:
+                            arenas.append(made[0][0])
+                        else:
+                            opened.append(way.open(processes[rank], int(files_of_rank.split()[0]), arena_bytes))
+                            arenas.append(opened[-1])
+                    control = made[1][0] if self._rank == 0 else way.open(processes[0], int(others[0]), control_bytes)
                     opened.append(control)
                     mapped = map_file(control, control_bytes), [map_file(each, arena_bytes) for each in arenas]
                 else:
@@ -74,18 +79,9 @@ class Meeting:
     def _all(self, key: str, value: str) -> list[str]:
         """What each rank says under a key."""
         try:
-            self._store.set(f"{key}/{self._rank}", f"={value}")
-            self._store.wait([f"{key}/{rank}" for rank in range(self._size)], self._timeout)
-            return [self._store.get(f"{key}/{rank}").decode()[1:] for rank in range(self._size)]
+            return self._store.all_say(key, value)
         except RuntimeError as error:
-            absent = [self._members[rank] for rank in range(self._size) if not _said(self._store, f"{key}/{rank}")]
+            absent = [member for member, there in zip(self._members, self._store.have_said(key), strict=True) if not there]
             raise PeerLostError(
                 f"{self._members[self._rank]} waited {self._timeout.total_seconds():g} s for {', '.join(absent) or 'the other ranks'} to share memory."
             ) from error
-
-
-def _said(store: dist.Store, key: str) -> bool:
-    try:
-        return store.check([key])
-    except RuntimeError:
-        return False

@@ -56,6 +56,10 @@ class RecordedGroup(Group):
     def size(self) -> int:
         return self.group.size
 
+    @property
+    def secret(self) -> bytes:
+        return self.group.secret
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return self._start("all_reduce", tensor.nbytes, lambda: self.group.all_reduce(tensor, op))
 

@@ -2,18 +2,21 @@
 
 A rank makes a file in memory (memfd) and tells its process and descriptor; the others open it as /proc/PID/fd/DESCRIPTOR, as
 processes of one user may. Where that does not work (no memfd, no /proc, hidden processes) files have a name in /dev/shm for the moment in which
-all ranks open them. Either way nobody but their user may open them (mode 0600).
+all ranks open them. Either way nobody but their user may open them (mode 0600), and what is opened must be such a file, of
+the same user and of the expected size: otherwise another user, who may say anything, could put his own memory there, or a file of this user's that is something else.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
+import secrets
+import stat
 import tempfile
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -22,6 +25,8 @@ from torch import Tensor
 from meshloom.errors import CollectiveError
 
 PAGE = mmap.PAGESIZE
+_NAME = "meshloom"  # of files without one, where the system shows them
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)  # the size stays
 
 
 class Files(ABC):
@@ -37,8 +42,8 @@ class Files(ABC):
         """Descriptor and number of a new file. backed: its memory is taken now. Raises `CollectiveError` if there is too little."""
 
     @abstractmethod
-    def open(self, process: int, number: int) -> int:
-        """Descriptor of another process's file. Raises `OSError`."""
+    def open(self, process: int, number: int, num_bytes: int) -> int:
+        """Descriptor of another process's file of that many bytes. Raises `OSError` if it is not there, or is not what `create` makes for this user."""
 
     @abstractmethod
     def all_have_opened(self, number: int) -> None:
@@ -55,12 +60,18 @@ class Anonymous(Files):
     def create(self, num_bytes: int, *, backed: bool) -> tuple[int, int]:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd")
-        descriptor = os.memfd_create("meshloom")
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         _make_room(descriptor, num_bytes, backed, self.where)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         return descriptor, descriptor
 
-    def open(self, process: int, number: int) -> int:
-        return os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+    def open(self, process: int, number: int, num_bytes: int) -> int:
+        path = f"/proc/{process}/fd/{number}"
+        if os.stat(f"/proc/{process}").st_uid != os.geteuid():
+            raise PermissionError(f"process {process} belongs to another user")
+        if os.readlink(path) != f"/memfd:{_NAME} (deleted)":  # nothing else is opened: that alone may have effects
+            raise PermissionError(f"file {number} of process {process} is not shared memory")
+        return _checked(os.open(path, os.O_RDWR | os.O_CLOEXEC), num_bytes, _SEALS)
 
     def all_have_opened(self, number: int) -> None:
         pass
@@ -71,7 +82,6 @@ class Named(Files):
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or (Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir()))
-        self._numbers = count()
         self._remove_leftovers()
 
     @property
@@ -79,11 +89,11 @@ class Named(Files):
         return str(self._directory)
 
     def create(self, num_bytes: int, *, backed: bool) -> tuple[int, int]:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         while True:
-            number = next(self._numbers)
+            number = secrets.randbits(62)  # so that nobody can have taken it
             path = self._path(os.getpid(), number)
-            with suppress(FileExistsError):  # another group of this process has it
+            with suppress(FileExistsError):
                 descriptor = os.open(path, flags, 0o600)
                 break
         try:
@@ -93,8 +103,8 @@ class Named(Files):
             raise
         return descriptor, number
 
-    def open(self, process: int, number: int) -> int:
-        return os.open(self._path(process, number), os.O_RDWR)
+    def open(self, process: int, number: int, num_bytes: int) -> int:
+        return _checked(os.open(self._path(process, number), os.O_RDWR | os.O_NOFOLLOW), num_bytes)
 
     def all_have_opened(self, number: int) -> None:
         with suppress(FileNotFoundError):
@@ -144,6 +154,24 @@ def _make_room(descriptor: int, num_bytes: int, backed: bool, where: str) -> Non
         free = free_bytes(descriptor)
         os.close(descriptor)
         raise too_little(where, length, free) from None
+
+
+def _checked(descriptor: int, num_bytes: int, seals: int | None = None) -> int:
+    """The descriptor, if it is a file for this user alone, of the size for `num_bytes`, and with these seals. Otherwise it is closed: `PermissionError`."""
+    try:
+        found = os.fstat(descriptor)
+        facts = stat.S_ISREG(found.st_mode), found.st_uid, stat.S_IMODE(found.st_mode), found.st_size
+        if facts != (True, os.geteuid(), 0o600, max(num_bytes, PAGE)):
+            raise PermissionError(
+                f"what should be shared memory is a file of user {found.st_uid} with mode {facts[2]:04o} and {found.st_size} bytes; "
+                f"user {os.geteuid()}, mode 0600 and {max(num_bytes, PAGE)} bytes were expected"
+            )
+        if seals is not None and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != seals:
+            raise PermissionError("what should be shared memory can change its size")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _mebibytes(num_bytes: int) -> str:

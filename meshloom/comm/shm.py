@@ -104,6 +104,7 @@ class ShmGroup(Group):
     ranks_here: ranks on this machine, this group's or not: with more than cores, waiting ranks do not spin.
     activity: where this rank writes that it waits. After a wait that failed it still says so.
     files: how memory is shared; None: as the system allows.
+    secret: what the ranks know and the store does not. What they say in it about their memory is signed with it.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class ShmGroup(Group):
         activity: Activity | None = None,
         settings: Settings | None = None,
         files: Files | None = None,
+        secret: bytes = b"",
     ) -> None:
         if not _engine:
             raise DeviceError(why_not())
@@ -135,7 +137,7 @@ class ShmGroup(Group):
         self._settings = settings or Settings()
         if (ranks_here or size) > cores():
             self._settings = Settings(**{**self._settings.__dict__, "spins": 0})
-        meeting = Meeting(store, rank, size, self._members, self._timeout)
+        meeting = Meeting(store, rank, self._members, self._timeout, secret)
         self._files, self._processes, control, arenas, arena_file = meeting.share(_engine.control_bytes(size), _CAPACITY, files)
         self._memory = (control, arenas, arena_file)  # mapped for as long as the group lives
         self._peers = Peers({other: process for other, process in enumerate(self._processes) if other != rank})
@@ -150,6 +152,10 @@ class ShmGroup(Group):
     @property
     def size(self) -> int:
         return self._size
+
+    @property
+    def secret(self) -> bytes:
+        return b""  # who could change what is sent could change the memory
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         flat, finish = to_write(tensor)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshloom.comm.calls import ABORTED, MISMATCH, call_of, tensor_of
+from meshloom.comm.calls import ABORTED, MISMATCH, OUTSIDE, call_of, tensor_of
 from meshloom.errors import CollectiveError, MeshloomError, PeerLostError
 
 if TYPE_CHECKING:
@@ -41,11 +41,16 @@ class Failures:
         """The engine ended the wait with this status. Too little memory for an arena is not told here."""
         engine, handle = self.engine, self.handle
         if status == ABORTED:
-            return PeerLostError(f"{self.here} lost {self.members[engine.aborted_by(handle)]}, which has aborted, in {what}.")
-        if status != MISMATCH:
+            by = engine.aborted_by(handle)
+            return PeerLostError(f"{self.here} lost {self.members[by] if by >= 0 else 'another rank'}, which has aborted, in {what}.")
+        if status not in (MISMATCH, OUTSIDE):
             return CollectiveError(f"{self.here} is out of memory in {what}.")
         rank, number = engine.mismatch(handle)
         there = self.members[rank]
+        if status == OUTSIDE:
+            return CollectiveError(
+                f"{what} on {self.here}: {there} says that what it handed in lies outside of its memory. Something has written over what the ranks share."
+            )
         if message:
             sent = engine.letter(handle, rank, number)
             return CollectiveError(f"{what} on {self.here} met {tensor_of(sent)} from {there}: give recv the shape and dtype that were sent.")

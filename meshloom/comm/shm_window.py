@@ -56,7 +56,7 @@ def share_memory(group: Group, files: Files, processes: Sequence[int], members: 
             if other not in givers:
                 memory.append(torch.empty(0, dtype=torch.uint8))
                 continue
-            opened = descriptor if other == group.rank else files.open(processes[other], numbers[other])
+            opened = descriptor if other == group.rank else files.open(processes[other], numbers[other], num_bytes)
             memory.append(map_file(opened, num_bytes))
             if other != group.rank:
                 os.close(opened)

@@ -133,6 +133,10 @@ class SimulatedGroup(Group):
     def size(self) -> int:
         return self._meeting.size
 
+    @property
+    def secret(self) -> bytes:
+        return b""
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         def run(tensors: list[Tensor]) -> None:
             total = _reduce(tensors, op)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from meshloom.errors import CaptureError
+from meshloom.graph.batch_values import read_values
 from meshloom.graph.build import build
 from meshloom.graph.export import Exported, context_of
 from meshloom.graph.frozen import check_equal, equal_bits
@@ -18,29 +21,36 @@ from meshloom.graph.reading import check_tensors, device_of, one_thread, read_tw
 from meshloom.job import Job, LossFunction
 
 
-def capture(job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype: torch.dtype | None = None) -> Program:
+def capture(job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype: torch.dtype | None = None, numbers: bool = True) -> Program:
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if there is none.
 
     The loss is read twice, under different data and seeds; what differs would be frozen in the program, so it is refused.
-    dtype: convert the model and the batches to it first.
+    dtype: convert the model and the batches to it first. numbers: whether numbers in a batch can be inputs; else the program is for these numbers.
     """
     with one_thread():
-        return capture_module(build_model(job, dtype, training=training), job.loss, batches, dtype=dtype)
+        return capture_module(build_model(job, dtype, training=training), job.loss, batches, dtype=dtype, numbers=numbers)
 
 
-def capture_module(model: nn.Module, loss: LossFunction, batches: tuple[Any, Any], *, dtype: torch.dtype | None = None) -> Program:
+def capture_module(
+    model: nn.Module, loss: LossFunction, batches: tuple[Any, Any], *, dtype: torch.dtype | None = None, numbers: bool = True
+) -> Program:
     """The same for a module that is there already. Its tensors stay as they are; plain attributes that its forward changes do not."""
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
-    leaves = leaves_of(batches[0]), leaves_of(batches[1])
-    _check_shapes(*leaves)
-    with reading(dtype):
-        exported = read_twice(model, loss, leaves)
+    given = leaves_of(batches[0]), leaves_of(batches[1])
+    _check_shapes(*given)
+
+    def read(leaves: Sequence[Leaves]) -> Program:
+        exported = read_twice(model, loss, (leaves[0], leaves[1]))
         device = device_of(model, leaves[0])
         same = _same(*exported) and all(one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items())
         program = build(exported[0], model, leaves[0].tensors, device, dtype)
         if not same:
             check_equal(program, build(exported[1], model, leaves[1].tensors, device, dtype))
-    return program
+        return program
+
+    with reading(dtype):
+        program, others = read_values(given, read, numbers=numbers)
+    return replace(program, others=others, _runners={})
 
 
 def _same(first: Exported, second: Exported) -> bool:

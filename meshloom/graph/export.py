@@ -192,7 +192,7 @@ def _written_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Export prints and logs graphs that it could not finish; the error says what is needed of that."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental", "torch._dynamo")]
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental", "torch._dynamo", "torch._subclasses")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
@@ -244,7 +244,7 @@ def _explain(error: Exception) -> str:
     place = place_of_error(error.__traceback__)
     kind = type(error).__name__
     text = str(error).strip()
-    first = text.splitlines()[0] if text else kind
+    first = text.splitlines()[0].rstrip(".") if text else kind
     if kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType") or "data-dependent" in text:
         return (
             f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "

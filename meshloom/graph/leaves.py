@@ -1,4 +1,4 @@
-"""A batch as a list of tensors, and back: whatever it is built of."""
+"""A batch as a list of tensors and what else it holds, and back: whatever it is built of."""
 
 from __future__ import annotations
 
@@ -10,50 +10,78 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-Rebuild = Callable[[Iterator[Tensor]], Any]
+Rebuild = Callable[[Iterator[Tensor], Mapping[str, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The tensors of a batch, by name in order, and what builds a batch like it from others."""
+    """The tensors of a batch, by name in order, and what builds a batch like it from others.
+
+    values: what else it holds, by name: numbers, text, objects. A list in which there are neither tensors nor only floats is one value.
+    rebuild: of tensors in order, and of values by name; those that are not given stay.
+    """
 
     tensors: dict[str, Tensor]
-    rebuild: Callable[[Sequence[Tensor]], Any]
+    rebuild: Callable[..., Any]
+    values: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 def leaves_of(batch: Any) -> Leaves:
-    """Take a batch apart: mappings, lists, tuples, named tuples, dataclasses and packed sequences. The rest of it stays.
+    """Take a batch apart: mappings, lists, tuples, named tuples, dataclasses and packed sequences.
 
     >>> import torch
     >>> leaves = leaves_of({"x": torch.ones(2), "more": [torch.zeros(1), "a"]})
-    >>> list(leaves.tensors)
-    ['x', 'more.0']
+    >>> list(leaves.tensors), leaves.values
+    (['x', 'more.0'], {'more.1': 'a'})
     >>> leaves.rebuild([torch.zeros(1), torch.ones(1)])
     {'x': tensor([0.]), 'more': [tensor([1.]), 'a']}
+    >>> leaves.rebuild([torch.zeros(1), torch.ones(1)], {"more.1": "b"})
+    {'x': tensor([0.]), 'more': [tensor([1.]), 'b']}
     """
-    found: dict[str, Tensor] = {}
+    found = Leaves({}, lambda tensors, values: None)
     rebuild = _take_apart(batch, "", found)
-    return Leaves(found, lambda tensors: rebuild(iter(tensors)))
+
+    def again(tensors: Sequence[Tensor], values: Mapping[str, Any] | None = None) -> Any:
+        return rebuild(iter(tensors), values or {})
+
+    return dataclasses.replace(found, rebuild=again)
 
 
-def _take_apart(tree: Any, name: str, found: dict[str, Tensor]) -> Rebuild:
+def _take_apart(tree: Any, name: str, found: Leaves) -> Rebuild:
     if isinstance(tree, Tensor):
-        found[name or "batch"] = tree
-        return next
-    if isinstance(tree, PackedSequence):  # its sizes stay on the CPU and decide how often the cell runs: not data
+        found.tensors[name or "batch"] = tree
+        return lambda tensors, values: next(tensors)
+    if isinstance(tree, PackedSequence):
         packed: Any = tree
-        take = _take_apart(packed.data, _join(name, "data"), found)
-        return lambda tensors: PackedSequence(take(tensors), packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        data = _take_apart(packed.data, _join(name, "data"), found)
+        sizes = _value(packed.batch_sizes, _join(name, "batch_sizes"), found)  # they stay on the CPU and decide how often the cell runs
+        orders = [_take_apart(getattr(packed, each), _join(name, each), found) for each in ("sorted_indices", "unsorted_indices")]
+        return lambda tensors, values: PackedSequence(data(tensors, values), sizes(tensors, values), *(each(tensors, values) for each in orders))
     if isinstance(tree, Mapping):
         parts = {key: _take_apart(value, _join(name, key), found) for key, value in tree.items()}
-        return lambda tensors: _like_mapping(tree, {key: take(tensors) for key, take in parts.items()})
-    if isinstance(tree, list | tuple):
+        return lambda tensors, values: _like_mapping(tree, {key: take(tensors, values) for key, take in parts.items()})
+    if isinstance(tree, list | tuple) and (_holds_tensors(tree) or hasattr(tree, "_fields") or (tree and all(type(each) is float for each in tree))):
         takes = [_take_apart(value, _join(name, number), found) for number, value in enumerate(tree)]
-        return lambda tensors: _like_sequence(tree, [take(tensors) for take in takes])
+        return lambda tensors, values: _like_sequence(tree, [take(tensors, values) for take in takes])
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {field.name: _take_apart(getattr(tree, field.name), _join(name, field.name), found) for field in dataclasses.fields(tree)}
-        return lambda tensors: _like_dataclass(tree, {key: take(tensors) for key, take in fields.items()})
-    return lambda tensors: tree
+        return lambda tensors, values: _like_dataclass(tree, {key: take(tensors, values) for key, take in fields.items()})
+    return _value(tree, name, found)
+
+
+def _value(value: Any, name: str, found: Leaves) -> Rebuild:
+    found.values[name or "batch"] = value
+    return lambda tensors, values: values.get(name or "batch", value)
+
+
+def _holds_tensors(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return any(map(_holds_tensors, tree.values()))
+    if isinstance(tree, list | tuple):
+        return any(map(_holds_tensors, tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return any(_holds_tensors(getattr(tree, field.name)) for field in dataclasses.fields(tree))
+    return isinstance(tree, Tensor)
 
 
 def _join(name: str, key: object) -> str:

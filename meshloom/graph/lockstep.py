@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
+from meshloom.graph.batch_values import tensor_of
 from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
 from meshloom.graph.collectives import Joint
 from meshloom.graph.contexts import Entered
@@ -40,13 +41,13 @@ def run_in_lockstep(
     """
     ranks = range(len(programs))
     values: list[dict[str, Any]] = [{} for _ in ranks]
-    leaves = leaves_of(batch).tensors
+    leaves = leaves_of(batch)
     for rank, program in enumerate(programs):
         known = values[rank]
         known.update({each.value: parameters[rank][name] for name, each in program.parameters.items()})
         known.update({each.value: buffers[rank][name] for name, each in program.buffers.items()})
         known.update({name: _lifted(each, dtype) for name, each in program.constants.items()})
-        known.update({each.value: _lifted(leaves[each.name], dtype) for each in program.inputs})
+        known.update({each.value: _lifted(tensor_of(leaves, each, dtype), dtype) for each in program.inputs})
     contexts = tuple(dict.fromkeys(node.context for program in programs for node in program.nodes))
     with Entered(contexts, device=programs[0].device.type, lifted=dtype is not None) as entered:
         for nodes in zip(*(program.nodes for program in programs), strict=True):

@@ -11,14 +11,16 @@ from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.graph.batch_values import fits
 from meshloom.graph.division import Division
-from meshloom.graph.leaves import leaves_of
+from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.program import Program
 from meshloom.graph.programs import Programs
 from meshloom.job import Job, LossFunction
 
-Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # of a batch's tensors, by name
+# Of a batch's tensors, by name; and what else it holds that programs are for, by name.
+Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype] | tuple[str, str | None], ...]
 
 
 class LossPrograms:
@@ -34,6 +36,7 @@ class LossPrograms:
         self._dtype = dtype
         self._readers: dict[LossFunction, Programs] = {}
         self._known: dict[tuple[LossFunction, bool, Shapes], tuple[Program, Program]] = {}  # the whole, this rank's part
+        self._others: dict[tuple[LossFunction, bool, Shapes], list[Mapping[str, str | None]]] = {}  # by the shapes of the tensors alone
 
     def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[Shapes]:
         """Read the loss of batches like `batch` and decide who holds what; their shapes. All ranks of `world` call it; batch and model count on its rank 0.
@@ -45,8 +48,18 @@ class LossPrograms:
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
         """Make sure that there are programs for batches like `batch`. All ranks of the replica call it with the same batch."""
         function = loss or self._job.loss
-        if (function, training, shapes_of(batch)) not in self._known:
+        shapes = self.shapes_of(batch, loss=function, training=training)
+        if shapes is None or (function, training, shapes) not in self._known:
             yield from self._read(function, training, batch, self._team)
+
+    def shapes_of(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Shapes | None:
+        """What decides which program a batch needs; None if none was read yet for what it holds besides tensors."""
+        leaves = leaves_of(batch)
+        tensors = shapes_of(leaves)
+        if not leaves.values:
+            return tensors
+        known = self._others.get((loss or self._job.loss, training, tensors), ())
+        return next((tensors + tuple(others.items()) for others in known if fits(others, leaves.values)), None)
 
     def whole(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
         """The program for batches of these shapes, which are ready."""
@@ -72,18 +85,22 @@ class LossPrograms:
         batches = _alike(batch) if group.rank == 0 else None
         program = yield from self._readers[loss].read_together(group, batches, training=training, model=model)
         part = (yield from self.division.part(program, group)) if self.division else program
-        shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs)
+        tensors: Shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs if each.name not in program.others)
+        shapes = tensors + tuple(program.others.items())
         self._known[loss, training, shapes] = program, part
+        known = self._others.setdefault((loss, training, tensors), [])
+        if program.others not in known:
+            known.append(program.others)
         return shapes
 
 
-def shapes_of(batch: Any) -> Shapes:
-    """What decides which program a batch needs.
+def shapes_of(leaves: Leaves) -> Shapes:
+    """Of the tensors of a batch.
 
-    >>> shapes_of({"x": torch.ones(2, 3)})
+    >>> shapes_of(leaves_of({"x": torch.ones(2, 3)}))
     (('x', (2, 3), torch.float32),)
     """
-    return tuple((name, tuple(leaf.shape), leaf.dtype) for name, leaf in leaves_of(batch).tensors.items())
+    return tuple((name, tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.tensors.items())
 
 
 def _alike(batch: Any) -> list[Any]:

@@ -18,7 +18,8 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from meshloom.comm.group import Group
 from meshloom.errors import CaptureError
 from meshloom.graph.again import RunnerAgain
-from meshloom.graph.leaves import leaves_of
+from meshloom.graph.batch_values import fits, tensor_of
+from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.nodes import Input, Node, Ref, Variable, operator_name
 from meshloom.graph.runner import Runner, compile_program
 
@@ -30,7 +31,8 @@ class Program:
     parameters: name -> variable, in the module's order, each once however often it is tied. Also those that the loss does not use.
     buffers: name -> variable.
     constants: value -> the tensor that it always is.
-    inputs: the batch's tensors, in order.
+    inputs: the batch's tensors, in order, and then numbers in it.
+    others: what else the batch holds, and what it has to be for this program (`batch_values.py`).
     nodes: operators, in eager's order.
     outputs: what the loss returned, flat: `Ref`s and plain numbers; `out_spec` arranges them.
     updates: buffer name -> value it is given when the program has run.
@@ -55,6 +57,7 @@ class Program:
     precision: torch.dtype | None = None
     by_shapes: bool = False
     kept: frozenset[str] | None = None
+    others: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     _runners: dict[Any, Runner | RunnerAgain] = field(default_factory=dict, repr=False, compare=False)
 
     def run(
@@ -81,9 +84,9 @@ class Program:
             raise CaptureError(
                 f"This program of {len(self.nodes)} operators was read by shapes alone, so it cannot be run. Read it from batches: capture(job, batches)."
             )
-        leaves = leaves_of(batch).tensors
+        leaves = leaves_of(batch)
         self._check_batch(leaves)
-        flat = [leaves[each.name] for each in self.inputs]
+        flat = [tensor_of(leaves, each, dtype) for each in self.inputs]
         return tree_unflatten(self._runner(device, dtype, visiting=visit is not None).run(parameters, buffers, flat, visit, group), self.out_spec)
 
     def run_flat(
@@ -110,7 +113,7 @@ class Program:
     def digest(self) -> str:
         """A short hash of all that it computes: equal for programs that are the same, in any process. The user's lines do not count."""
         facts: list[Any] = [dict(self.parameters), dict(self.buffers), self.inputs, self.outputs, self.out_spec, dict(self.updates)]
-        facts += [sorted(self.in_place), self.device, self.training, self.precision, self.by_shapes]
+        facts += [sorted(self.in_place), self.device, self.training, self.precision, self.by_shapes, dict(self.others)]
         for node in self.nodes:
             facts += [node.name, node.operator, node.args, dict(node.kwargs), node.context, node.path, node.draw, node.num_draws, node.outputs]
         digest = hashlib.sha256("\n".join(map(repr, facts)).encode())
@@ -137,8 +140,8 @@ class Program:
         lines += [f"updated as it runs: {name}" for name in sorted(self.in_place)]
         return "\n".join([*lines, f"return {', '.join(_text(each, names) for each in self.outputs)}"])
 
-    def _check_batch(self, leaves: Mapping[str, Tensor]) -> None:
-        found = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+    def _check_batch(self, leaves: Leaves) -> None:
+        found = {name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()} | dict.fromkeys(leaves.values, ())
         for each in self.inputs:
             if found.get(each.name) != each.meta.shape:
                 shape = found.get(each.name)
@@ -146,6 +149,9 @@ class Program:
                 raise CaptureError(
                     f"{each.name} of the batch {given}, and the program is for {list(each.meta.shape)}. Capture a program for batches of this shape."
                 )
+        if not fits(self.others, leaves.values):
+            wanted = ", ".join(f"{name} is {each}" for name, each in self.others.items() if each)
+            raise CaptureError(f"The program is for batches in which {wanted or 'there is nothing besides tensors'}. Capture one for this batch.")
 
 
 def _also(aliases: tuple[str, ...]) -> str:

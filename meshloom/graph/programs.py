@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, share, share_bytes
 from meshloom.errors import CaptureError, MeshloomError
+from meshloom.graph.batch_values import fits, refused_value, takes_numbers, with_other_numbers
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.check import check_against_eager, check_against_module
 from meshloom.graph.leaves import leaves_of
@@ -25,21 +26,23 @@ from meshloom.job import Job
 
 T = TypeVar("T")
 Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]  # training, and each tensor's name, shape and dtype
+MOST = 16  # programs for batches of the same shapes, which differ in what else they hold
 
 
 class Programs:
-    """Programs by (training or evaluation, shapes of the batch)."""
+    """Programs by (training or evaluation, shapes of the batch), and by what else the batch holds where a loss looks at it."""
 
     def __init__(self, job: Job, *, dtype: torch.dtype | None = None) -> None:
         self._job = job
         self._dtype = dtype
-        self._known: dict[Key, Program] = {}
+        self._known: dict[Key, list[Program]] = {}
         # Models are built as the first one was: some compute numbers of their own, like rates of layers, in the default precision.
         self._default = torch.get_default_dtype()
 
     def get(self, batch: Any, *, training: bool = True) -> Program | None:
         """The program for batches like `batch`, if it was read before."""
-        return self._known.get(_key(batch, training))
+        values = leaves_of(batch).values
+        return next((each for each in self._known.get(_key(batch, training), ()) if fits(each.others, values)), None)
 
     def read(self, batches: Sequence[Any], *, training: bool = True, model: nn.Module | None = None) -> Program:
         """The program for batches like these, which are alike: read from the first two, compared with eager on the last two.
@@ -47,34 +50,68 @@ class Programs:
         With four batches the comparison is on ones that the program was not read from.
         model: the job's, as it was built, in this precision and mode, if one is there already; it stays as it is. Else one is built, and let go.
         """
-        key = _key_of(batches, training)
-        if key not in self._known:
+        if len(batches) < 2:
+            raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
+        program = self.get(batches[0], training=training)
+        if program is None:
+            known = self._known.setdefault(_key(batches[0], training), [])
+            _check_number([each.others for each in known], batches[0])
             with default_precision(self._default):
-                self._known[key] = self._read(batches, training, model)
-        return self._known[key]
+                program = self._read(batches, training, model)
+            known.append(program)
+        return program
 
     def _read(self, batches: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
-        if model is None:
-            program = capture(self._job, (batches[0], batches[1]), training=training, dtype=self._dtype)
-            gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
-            check_against_eager(program, self._job, batches[-2:])
-        else:
-            program = capture_module(model, self._job.loss, (batches[0], batches[1]), dtype=self._dtype)
-            gc.collect()
-            check_against_module(program, model, self._job.loss, batches[-2:])
+        read, fresh = (batches[0], batches[1]), batches[-2:]
+        program = self._capture(read, training, model, numbers=True)
+        if takes_numbers(program.others):
+            try:
+                self._compare(program, fresh, batches[0], model, moved=True)
+            except Exception:  # with a tensor for the number the loss does something else than with the number, or nothing that can be done
+                program = self._capture(read, training, model, numbers=False)
+            else:
+                return program
+        self._compare(program, fresh, batches[0], model, moved=False)
         return program
+
+    def _capture(self, batches: tuple[Any, Any], training: bool, model: nn.Module | None, *, numbers: bool) -> Program:
+        if model is None:
+            program = capture(self._job, batches, training=training, dtype=self._dtype, numbers=numbers)
+        else:
+            program = capture_module(model, self._job.loss, batches, dtype=self._dtype, numbers=numbers)
+        gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
+        return program
+
+    def _compare(self, program: Program, batches: Sequence[Any], first: Any, model: nn.Module | None, *, moved: bool) -> None:
+        """With eager, on batches with what the program is for; one of them with other numbers where it takes any."""
+        values = leaves_of(first).values
+        if values:
+            batches = [with_other_numbers(leaves_of(each), program.others, values, moved=moved and number > 0) for number, each in enumerate(batches)]
+        if model is None:
+            check_against_eager(program, self._job, batches)
+        else:
+            check_against_module(program, model, self._job.loss, batches)
 
     def read_together(self, group: Group, batches: Sequence[Any] | None, *, training: bool = True, model: nn.Module | None = None) -> Steps[Program]:
         """As `read`, once for all ranks: rank 0 reads and compares with eager, the others receive the program and compare its hash.
 
         All ranks call it. batches, model: on rank 0; the others may pass None. Whatever goes wrong on one rank is raised on all.
         """
-        asked = yield from _from_rank_0(group, lambda: json.dumps(_key_of(batches or (), training)).encode())
-        key = _key_from(json.loads(asked))
-        if all((yield from collect(group, key in self._known))):
-            return self._known[key]
-        packed = yield from _from_rank_0(group, lambda: pack(self.read(batches or (), training=training, model=model)))
-        program, refused = _attempt(lambda: unpack(packed) if group.rank else self._known[key])
+        asked = yield from _from_rank_0(group, lambda: self._asked(batches or (), training).encode())
+        key, digest = json.loads(asked)
+        key = _key_from(key)
+        here = next((each for each in self._known.get(key, ()) if digest and each.digest() == digest), None)
+        if all((yield from collect(group, here is not None))):
+            assert here is not None
+            return here
+        made: list[Program] = []
+
+        def make() -> bytes:
+            made.append(self.read(batches or (), training=training, model=model))
+            return pack(made[0])
+
+        packed = yield from _from_rank_0(group, make)
+        program, refused = _attempt(lambda: unpack(packed) if group.rank else made[0])
         outcomes = yield from collect(group, {"hash": program.digest() if program else "", "refused": str(refused or "")})
         for rank, outcome in enumerate(outcomes):
             if outcome["refused"]:
@@ -85,7 +122,16 @@ class Programs:
                     "Use one version of meshloom and torch on all ranks."
                 )
         assert program is not None
-        return self._known.setdefault(key, program)
+        if here is None and group.rank:
+            self._known.setdefault(key, []).append(program)
+        return here or program
+
+    def _asked(self, batches: Sequence[Any], training: bool) -> str:
+        """What rank 0 wants, for the others: the key, and which of its programs if there is one already."""
+        if len(batches) < 2:
+            raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
+        program = self.get(batches[0], training=training)
+        return json.dumps([_key(batches[0], training), program.digest() if program else ""])
 
 
 def _from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:
@@ -109,10 +155,15 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
         return None, refused
 
 
-def _key_of(batches: Sequence[Any], training: bool) -> Key:
-    if len(batches) < 2:
-        raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
-    return _key(batches[0], training)
+def _check_number(known: Sequence[Mapping[str, str | None]], batch: Any) -> None:
+    """Refuse to read the loss once more for another value, naming the one that has had most."""
+    if len(known) < MOST:
+        return
+    values = leaves_of(batch).values
+    had = {name: {each.get(name) for each in known} - {None} for name in values}
+    name = max(had, key=lambda each: len(had[each]), default="")
+    if name:
+        raise refused_value(name, values[name], f"it has had {len(had[name])} values so far, for each of which the loss was read")
 
 
 def _key(batch: Any, training: bool) -> Key:

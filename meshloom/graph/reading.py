@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed
@@ -20,6 +21,7 @@ from meshloom.graph.precision import default_precision
 from meshloom.job import LossFunction
 from meshloom.random import derive, preserved_draws, seed_everything
 
+_NUMBERS = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _ONE_AT_A_TIME = threading.RLock()  # torch.export keeps what it is doing in globals, and so do Python's generators
 
 
@@ -91,7 +93,15 @@ def _read(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *
 
 
 def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
-    return lambda model, tensors: loss(model, leaves.rebuild(tensors))
+    def checked(model: nn.Module, tensors: Sequence[Tensor]) -> Any:
+        returned = loss(model, leaves.rebuild(tensors))
+        if (wrong := next((each for each in tree_leaves(returned) if not isinstance(each, _NUMBERS)), _NUMBERS)) is not _NUMBERS:
+            raise CaptureError(
+                f"The loss or metric returned a {type(wrong).__name__}. Return one scalar tensor (the mean over the samples), or (sum, weight)."
+            )
+        return returned
+
+    return checked
 
 
 def _refuse_attribute(model: nn.Module, changed: Changed, again: Callable[[], Any]) -> CaptureError:

@@ -58,6 +58,7 @@ def pack(program: Program) -> bytes:
         "training": program.training,
         "precision": encoded(program.precision),
         "by_shapes": program.by_shapes,
+        "others": dict(program.others),
     }
     text = json.dumps(header, allow_nan=False).encode()
     values = {} if program.by_shapes else {name: _flat(each) for name, each in program.constants.items()}
@@ -99,6 +100,7 @@ def _program(header: Mapping[str, Any], values: Mapping[str, Tensor]) -> Program
         training=header["training"],
         precision=decoded(header["precision"]),
         by_shapes=header["by_shapes"],
+        others=header["others"],
     )
 
 

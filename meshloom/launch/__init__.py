@@ -30,15 +30,18 @@ from __future__ import annotations
 from meshloom.comm.cores import cores
 from meshloom.launch.devices import DEVICES, Kind, choose_devices, choose_for_workers, default_ranks
 from meshloom.launch.environment import is_first_rank, is_rank, launched_plan, launched_role
-from meshloom.launch.failure import leave, report_failure
+from meshloom.launch.failure import leave, report_failure, report_stop
 from meshloom.launch.launcher import run_ranks
 from meshloom.launch.opening import open_world
+from meshloom.launch.signals import StopRequests
+from meshloom.launch.telling import tell
 from meshloom.launch.world import LocalRank, World
 
 __all__ = [
     "DEVICES",
     "Kind",
     "LocalRank",
+    "StopRequests",
     "World",
     "choose_devices",
     "choose_for_workers",
@@ -51,5 +54,7 @@ __all__ = [
     "leave",
     "open_world",
     "report_failure",
+    "report_stop",
     "run_ranks",
+    "tell",
 ]

@@ -22,15 +22,23 @@ from meshloom.mesh import Mesh
 class Connections:
     """The groups of one rank, to be closed together.
 
-    store: for this alone; ranks meet in it. device: where tensors of groups lie that have NCCL.
+    store: for this alone; ranks meet in it. secret: what they know and the store does not. device: where tensors of groups lie that have NCCL.
     timeout: how long a rank waits for another, in making a group and in each of its operations.
     process_groups: those of torch.distributed that this rank is in.
     """
 
     def __init__(
-        self, mesh: Mesh, rank: int, store: dist.Store, transports: Transports, device: torch.device, timeout: timedelta, activity: Activity
+        self,
+        mesh: Mesh,
+        rank: int,
+        store: dist.Store,
+        transports: Transports,
+        device: torch.device,
+        timeout: timedelta,
+        activity: Activity,
+        secret: bytes = b"",
     ) -> None:
-        self._mesh, self._rank, self._store, self._transports = mesh, rank, store, transports
+        self._mesh, self._rank, self._store, self._transports, self._secret = mesh, rank, store, transports, secret
         self._device, self._timeout, self._activity = device, timeout, activity
         self.process_groups: list[dist.ProcessGroup] = []
         self._open: list[ShmGroup | HostsGroup | SpelledOutGroup] = []
@@ -71,7 +79,7 @@ class Connections:
             return None
         assert isinstance(process_group, dist.ProcessGroup)
         self.process_groups.append(process_group)
-        return C10dGroup(process_group, self._names(ranks), self._device if "nccl" in backend else None, activity or self._activity)
+        return C10dGroup(process_group, self._names(ranks), self._device if "nccl" in backend else None, activity or self._activity, self._secret)
 
     def _within_host(self, ranks: Sequence[int], use: str, activity: Activity | None = None) -> ShmGroup:
         hosts = self._transports.hosts
@@ -83,6 +91,7 @@ class Connections:
             timeout=self._timeout,
             ranks_here=hosts.count(hosts[self._rank]),
             activity=activity or self._activity,
+            secret=self._secret,
         )
         self._open.append(group)
         return group

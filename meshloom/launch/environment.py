@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 import socket
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from meshloom.comm.cores import cores
 from meshloom.errors import DeviceError
 from meshloom.launch.role import Role
+
+LEAST_SECRET = 16  # characters of MESHLOOM_SECRET
 
 
 def is_rank() -> bool:
@@ -45,6 +48,22 @@ def launched_transport(transport: str) -> str:
     return os.environ.get("MESHLOOM_TRANSPORT", transport) if transport == "auto" else transport
 
 
+def launched_secret() -> bytes:
+    """What the ranks of this run know and their network does not: from our launcher, or from the user under another. b"": nothing.
+
+    Raises `DeviceError` if it can be guessed.
+    """
+    return read_secret(os.environ)
+
+
+def read_secret(environment: Mapping[str, str]) -> bytes:
+    """The same, of this environment."""
+    secret = environment.get("MESHLOOM_SECRET", "")
+    if secret and len(secret) < LEAST_SECRET:
+        raise DeviceError(f"MESHLOOM_SECRET has {len(secret)} characters and can be guessed: give {LEAST_SECRET} or more ($(openssl rand -hex 32)).")
+    return secret.encode()
+
+
 def launched_role() -> Role | None:
     """What this process is in an asynchronous run; None if no launcher has started it as a server or worker of one."""
     text = os.environ.get("MESHLOOM_ROLE")
@@ -61,6 +80,11 @@ def activity_descriptor() -> int | None:
     """The file of one page in which our launcher reads what this rank is doing; None if there is none."""
     descriptor = os.environ.get("MESHLOOM_ACTIVITY_FD")
     return None if descriptor is None else int(descriptor)
+
+
+def wants_full_traceback() -> bool:
+    """Whether the user wants to see all frames of an error in his code, those of meshloom and torch too."""
+    return os.environ.get("MESHLOOM_TRACEBACK") == "full"
 
 
 def threads_per_rank(num_ranks: int) -> int:
@@ -125,7 +149,7 @@ def read_seat(environment: Mapping[str, str]) -> Seat | None:
                 local_rank=int(environment.get("SLURM_LOCALID", 0)),
                 local_size=int(re.split(r"\D", tasks)[0]),
                 address=environment.get("MASTER_ADDR") or first_host(nodes),
-                port=int(environment.get("MASTER_PORT") or 15000 + (job * 7 + step) % 15000),
+                port=int(environment.get("MASTER_PORT") or _slurm_port(read_secret(environment), job, step)),
                 hosts_store=environment["SLURM_PROCID"] == "0",
             )
     except KeyError as missing:
@@ -133,6 +157,16 @@ def read_seat(environment: Mapping[str, str]) -> Seat | None:
     except ValueError as error:
         raise DeviceError(f"The environment of this rank holds something that is not a number: {error}.") from None
     return None
+
+
+def _slurm_port(secret: bytes, job: int, step: int) -> int:
+    """Where rank 0 of a step listens. All tasks know it and nobody else does, who could listen there first and be taken for rank 0."""
+    if not secret:
+        raise DeviceError(
+            "Ranks that srun starts need a secret in common, from which follows the port where they meet, and with which they sign: before srun, "
+            "export MESHLOOM_SECRET=$(openssl rand -hex 32). Or set MASTER_PORT, if nobody else can log in to the nodes."
+        )
+    return 15000 + int.from_bytes(hmac.digest(secret, f"port of {job}.{step}".encode(), "sha256")[:8], "big") % 15000
 
 
 def first_host(nodes: str) -> str:
@@ -145,8 +179,11 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in found.groups()) if found else nodes
 
 
-def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: str, transport: str = "auto") -> dict[str, str]:
-    """The whole environment of a rank that this process starts; the store listens on `port` of this machine."""
+def rank_environment(rank: int, size: int, port: int, secret: str, devices: str, plan_text: str, transport: str = "auto") -> dict[str, str]:
+    """The whole environment of a rank that this process starts; the store listens on `port` of this machine.
+
+    secret: what its ranks sign with. Only this user can read a process's environment.
+    """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     replaceable = {
         "OMP_NUM_THREADS": str(threads_per_rank(size)),
@@ -162,6 +199,7 @@ def rank_environment(rank: int, size: int, port: int, devices: str, plan_text: s
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is hosted by whoever started the ranks, as under torchrun
         "MESHLOOM_PLAN": plan_text,
+        "MESHLOOM_SECRET": secret,
         "MESHLOOM_DEVICES": devices,
         "MESHLOOM_TRANSPORT": launched_transport(transport),
     }

@@ -1,4 +1,4 @@
-"""What ended a process, in one message: the error, the rank and its place, the line of the user's own code."""
+"""What ended a process, in one message: the error, the rank and its place, the lines of the user's own code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from meshloom.errors import DeviceError, MeshloomError, PeerLostError
-from meshloom.launch.environment import current_seat, launched_plan
+from meshloom.launch.environment import current_seat, launched_plan, wants_full_traceback
 from meshloom.launch.telling import tell
 from meshloom.launch.wording import capital, rank_name
 from meshloom.mesh import Mesh
@@ -25,8 +25,9 @@ from meshloom.plan import Plan
 def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
     """Tell the launcher, or whoever reads stderr, what ended this process; the exit code that belongs to it.
 
-    One message: the error, this rank and its place, and the line of the user's own code that it came from; with the traceback
-    where meshloom does not know the error. `mesh` gives the place under torchrun; our launcher's plan says it too.
+    One message: the error, this rank and its place, and the lines of the user's own code that led to it, the deepest last; the whole
+    traceback where the error is not in the user's code, and where `MESHLOOM_TRACEBACK=full` asks for it. What meshloom explains
+    itself has that last line alone. `mesh` gives the place under torchrun; our launcher's plan says it too.
     """
     if isinstance(error, KeyboardInterrupt):
         return 130
@@ -34,23 +35,50 @@ def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
         print(error, file=sys.stderr, flush=True)  # noqa: T201
         return error.exit_code
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    plan = launched_plan()
-    failure = Failure(
-        who=_who(mesh or (Plan.parse(plan).mesh if plan else None)),
-        kind=type(error).__name__,
-        message=str(error)[:20_000],
-        line=own_line(error),
-        traceback="" if isinstance(error, MeshloomError) else "".join(traceback.format_exception(error))[-50_000:],
-        consequence=isinstance(error, PeerLostError),
-        exit_code=error.exit_code if isinstance(error, MeshloomError) else 1,
-    )
+        return _report_exit(error)
+    failure = _failure_of(error, mesh)
     if not tell({"event": "failed", **vars(failure)}):
         # One short line of each rank that only noticed: the cause is in another rank's message.
         first_line, _, _ = failure.message.partition("\n")
         text = f"{failure.kind} on {failure.who}: {first_line}" if failure.consequence and failure.who else str(failure)
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     return failure.exit_code
+
+
+def _failure_of(error: BaseException, mesh: Mesh | None) -> Failure:
+    plan = launched_plan()
+    kind, message = _told(error)
+    explained = isinstance(error, MeshloomError)
+    lines = own_line(error) if explained else own_lines(error)
+    whole = wants_full_traceback() or not (explained or lines)
+    return Failure(
+        who=_who(mesh or (Plan.parse(plan).mesh if plan else None)),
+        kind=kind,
+        message=message[:20_000],
+        line=own_line(error) if whole else lines,
+        traceback=_stack(error)[-50_000:] if whole else "",
+        consequence=isinstance(error, PeerLostError),
+        exit_code=error.exit_code if isinstance(error, MeshloomError) else 1,
+    )
+
+
+def _report_exit(error: SystemExit) -> int:
+    """`sys.exit` in the job: its text is printed, as Python does, but once; a launcher is told why its rank ends."""
+    if not error.code:
+        return 0
+    text = "" if isinstance(error.code, int) else str(error.code)
+    code = error.code if isinstance(error.code, int) else 1
+    failure = replace(_failure_of(error, None), message=text or f"the job left with exit code {code}.", traceback="", exit_code=code)
+    if not tell({"event": "failed", **vars(failure)}) and text:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+    return code
+
+
+def report_stop(text: str, exit_code: int, *, main: bool) -> None:
+    """Tell the launcher, or whoever reads stderr, that this rank ends as it was asked to. main: it speaks for all."""
+    said = Failure(who="", kind="", message=text, line="", traceback="", consequence=False, exit_code=exit_code)
+    if not tell({"event": "failed", **vars(said)}) and main:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def leave(exit_code: int) -> None:
@@ -83,7 +111,7 @@ class Failure:
 
     who: the rank, "" if there is only one.
     kind, message: of the error; `kind` is "" where there was none, and the message a predicate of `who`.
-    line, traceback: where, as far as that helps.
+    line, traceback: where, as far as that helps: a line of the user's for each step of the way, and Python's own account, without its last line.
     consequence: whether another rank's failure is the cause.
     """
 
@@ -101,30 +129,99 @@ class Failure:
 
     def __str__(self) -> str:
         where = f"{self.kind} on {self.who}" if self.kind and self.who else self.kind or capital(self.who)
-        text = f"{where}{':' if self.kind else ''} {self.message}" if self.message else where
-        return "\n".join(part for part in (self.traceback.rstrip(), text, f"  {self.line}" if self.line else "") if part)
+        text = f"{where}{':' if self.kind else ''} {self.message}".strip() if self.message else where
+        return "\n".join(part for part in (self.traceback.rstrip(), text, _indented(self.line)) if part)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def own_line(error: BaseException) -> str:
     """The deepest line of the user's own code in the traceback, "file:number: text"; "" if there is none. A cause comes before what it led to."""
+    chain = [(_frames(each), _worker_frames(each)) for each in _chain(error)]
+    for others in (_installed(), _OURS):  # what is installed may be the user's own package
+        for trace in [*(told for _, told in reversed(chain)), *(frames for frames, _ in reversed(chain))]:
+            for frame in reversed(trace):
+                if not frame[0].startswith(others):
+                    return _line(frame)
+    return ""
+
+
+def own_lines(error: BaseException) -> str:
+    """Every line of the user's own code on the way to the error, the deepest last, and its causes; "" where the error is not in the user's code."""
+    found: list[str] = []
+    theirs = False  # whether the last frame that is meshloom's or the user's is the user's
+    for number, each in enumerate(chain := _chain(error)):
+        if number:
+            how = "caused by" if each is chain[number - 1].__cause__ else "while handling"
+            found.append(f"{how} {': '.join(filter(None, _told(each)))}")
+        frames = [
+            frame for frame in [*_frames(each), *_worker_frames(each)] if frame[0].startswith(_MESHLOOM) or not frame[0].startswith(_installed())
+        ]
+        lines = [_line(frame) for frame in frames if not frame[0].startswith(_MESHLOOM)]
+        theirs = not frames[-1][0].startswith(_MESHLOOM) if frames else theirs
+        # A function that calls itself may be a thousand lines.
+        found += lines if len(lines) <= _MOST_LINES else [*lines[: _MOST_LINES // 2], "...", *lines[-_MOST_LINES // 2 :]]
+    *_, last = [("", 0), *_frames(chain[-1])]
+    if last[0].startswith(_AUTOGRAD) and not theirs:
+        return "\n".join(
+            [*found, "in backward, where no line of yours runs. torch.autograd.set_detect_anomaly(True) in the job file shows which one led to it."]
+        )
+    return "\n".join(found) if theirs else ""
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error, what caused it, what caused that, ..."""
     chain = [error]
     while (before := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)) and before not in chain:
         chain.append(before)
-    frames = [[(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(each.__traceback__)] for each in chain]
-    # A data worker's traceback arrives as text.
-    told = [
-        [(name, int(number)) for name, number in re.findall(r'File "([^"]+)", line (\d+)', str(each))]
-        for each in chain
-        if "Original Traceback" in str(each)
-    ]
-    ours = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_path('scripts')}{os.sep}", "<")
-    installed = (*ours, *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")))
-    for others in (installed, ours):  # what is installed may be the user's own package
-        for trace in [*reversed(told), *reversed(frames)]:
-            for name, number in reversed(trace):
-                if not name.startswith(others):
-                    return f"{_shown(name)}:{number}: {_source(name, number)}".rstrip(": ")
-    return ""
+    return chain
+
+
+def _frames(error: BaseException) -> list[Frame]:
+    """Where it passed, the deepest last; for what could not be parsed, that too."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    return [*frames, (error.filename, error.lineno or 0)] if isinstance(error, SyntaxError) and error.filename else frames
+
+
+def _worker_frames(error: BaseException) -> list[Frame]:
+    """A data worker's traceback arrives as text."""
+    text = str(error)
+    return [(name, int(number)) for name, number in re.findall(r'File "([^"]+)", line (\d+)', text)] if _TRACEBACK in text else []
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """Its kind and its message, with its notes."""
+    kind, message = type(error).__name__, str(error)
+    if isinstance(error, SyntaxError):
+        message = error.msg
+    if _WORKERS in message:  # torch adds the worker's traceback, of which the last lines are the message
+        *_, rest = re.split(r"^(?:  .*\n)+", message, flags=re.MULTILINE)
+        message = f"{rest.strip().removeprefix(f'{kind}: ')} (in a data worker)"
+    return kind, "\n".join([message, *getattr(error, "__notes__", ())]).strip()
+
+
+def _stack(error: BaseException) -> str:
+    """Python's own account, without the last line, which is the error."""
+    return "".join(traceback.format_exception(error)).removesuffix("".join(traceback.format_exception_only(error)))
+
+
+Frame = tuple[str, int]  # file, line
+_MOST_LINES = 20
+_TRACEBACK, _WORKERS = "Traceback (most recent call last)", "Original Traceback"
+_MESHLOOM = f"{Path(__file__).parents[1]}{os.sep}"
+_AUTOGRAD = f"{Path(torch.__file__).parent / 'autograd'}{os.sep}"
+_OURS = (_MESHLOOM, f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_path('scripts')}{os.sep}", "<")
+
+
+def _installed() -> tuple[str, ...]:
+    return (*_OURS, *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")))
+
+
+def _line(frame: Frame) -> str:
+    name, number = frame
+    return f"{_shown(name)}:{number}: {_source(name, number)}".rstrip(": ")
 
 
 def _shown(name: str) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-# Reads "+group", "-group" and "/directory"; when the pipe closes, kills the groups that are left, then removes the directories.
+# Reads "+group", "-group" and "/" with a directory's bytes in hexadecimal, for a name may have any characters.
+# When the pipe closes, kills the groups that are left, then removes the directories.
 _GUARD = """
 import os, shutil, signal, sys, time
 groups, directories = set(), []
 for line in sys.stdin:
     if line[0] == "/":
-        directories.append(line.rstrip("\\n"))
+        directories.append(bytes.fromhex(line[1:]))
     else:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
 for group in groups:
@@ -56,7 +58,7 @@ class Guard:
         """Add a directory to what goes when this process ends."""
         assert self._process.stdin and directory.is_absolute()
         with suppress(BrokenPipeError):
-            self._process.stdin.write(f"{directory}\n".encode())
+            self._process.stdin.write(f"/{os.fsencode(directory).hex()}\n".encode())
             self._process.stdin.flush()
 
     def __exit__(self, *_: object) -> None:

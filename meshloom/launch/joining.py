@@ -21,11 +21,12 @@ from meshloom.comm.activity import PAGE_BYTES, Activity, is_page
 from meshloom.comm.cores import cores
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.shm import why_not
+from meshloom.comm.signed_store import SignedStore
 from meshloom.comm.turns import Turns
 from meshloom.errors import DeviceError, PeerLostError
 from meshloom.launch.connecting import Connections
 from meshloom.launch.devices import Kind
-from meshloom.launch.environment import Seat, activity_descriptor, launched_devices, launched_transport
+from meshloom.launch.environment import Seat, activity_descriptor, launched_devices, launched_secret, launched_transport
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.telling import STACK_SIGNAL, tell
 from meshloom.launch.transport import agreed_transports
@@ -52,7 +53,9 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: st
         opened = store.add(f"meshloom/opened/{seat.rank}", 1)
         store = dist.PrefixStore(f"meshloom/{opened}", store)
         store.set_timeout(timeout)
-        kind, device, reason = _agreed_device(seat, devices, store)
+        members = [rank_name(rank, mesh) for rank in range(mesh.size)]
+        signed = SignedStore(dist.PrefixStore("signed", store), seat.rank, members, launched_secret())
+        kind, device, reason = _agreed_device(seat, devices, signed)
         if algorithm and kind == "cuda":
             raise DeviceError(
                 f"exchange={algorithm} adds up on CPUs, and each rank has a GPU, where NCCL has rings and trees of its own. "
@@ -61,8 +64,8 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: st
         both = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if ours:
             dist.init_process_group(both, store=dist.PrefixStore("world", store), rank=seat.rank, world_size=seat.size, timeout=timeout)
-        transports = agreed_transports(dist.PrefixStore("transport", store), seat.rank, mesh, launched_transport(transport), why_not())
-        connections = Connections(mesh, seat.rank, dist.PrefixStore("groups", store), transports, device, timeout, activity)
+        transports = agreed_transports(signed, mesh, launched_transport(transport), why_not())
+        connections = Connections(mesh, seat.rank, dist.PrefixStore("groups", store), transports, device, timeout, activity, signed.key("groups"))
         connect = connections.connect
         world = connect([tuple(range(mesh.size))], "gloo")
         local = LocalRank(
@@ -151,15 +154,14 @@ def _meeting_place(seat: Seat, timeout: timedelta) -> dist.Store:
     )
 
 
-def _agreed_device(seat: Seat, devices: str, store: dist.Store) -> tuple[Kind, torch.device, str]:
+def _agreed_device(seat: Seat, devices: str, store: SignedStore) -> tuple[Kind, torch.device, str]:
     """The same kind of device on all ranks: cuda if each has a GPU of its own."""
     wanted = launched_devices(devices)
     count = torch.cuda.device_count()
     index = seat.local_rank % max(1, count)
     # Some clusters show each process all of a machine's GPUs, others one; what counts is whether two ranks would share.
     own = f"{socket.gethostname()}/{torch.cuda.get_device_properties(index).uuid}" if count and wanted != "cpu" else ""
-    store.set(f"gpu/{seat.rank}", own)
-    seen = [store.get(f"gpu/{rank}").decode() for rank in range(seat.size)]
+    seen = store.all_say("gpu", own)
     num_gpus = len({gpu for gpu in seen if gpu})
     if num_gpus == seat.size:
         return "cuda", torch.device("cuda", index), visible_gpus(num_gpus)

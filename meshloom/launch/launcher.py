@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from meshloom.launch.environment import rank_environment
 from meshloom.launch.guard import Guard
 from meshloom.launch.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWatch, process_state
 from meshloom.launch.rank_process import RankProcess
-from meshloom.launch.signals import noted_signals
+from meshloom.launch.signals import ONE_REQUEST_SECONDS, noted_signals
 from meshloom.launch.wording import capital, rank_name
 from meshloom.mesh import Mesh
 
@@ -29,7 +30,8 @@ def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str, hang
     transport: what they talk through, one of `TRANSPORTS`; ranks find it likewise.
     hang_seconds: how long a rank may hang before the run is ended; 0: for ever. See hang.py.
     stdout is rank 0's; what the others print goes to stderr, with their rank. The first failure ends all ranks and is printed to
-    stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129. No process of the ranks is left, whatever happens.
+    stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129; ranks that train save what they have first, unless a second signal
+    comes. No process of the ranks is left, whatever happens.
     """
     with noted_signals() as signals:
         with Guard() as guard, _Ranks(guard) as ranks:
@@ -58,6 +60,8 @@ class _Ranks:
     def __init__(self, guard: Guard) -> None:
         self._children = Children(guard)
         self._ranks = self._children.processes
+        self._handed_on = 0.0  # when a signal was handed on to the ranks
+        self._heeded = 0  # how many signals that was
 
     def __enter__(self) -> _Ranks:
         return self
@@ -71,11 +75,12 @@ class _Ranks:
     def start(self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]) -> _Outcome | None:
         """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""
         self._store, port = open_store()
+        secret = secrets.token_hex(32)
         for number in range(mesh.size):
             if outcome := _stopped(signals):
                 return outcome
             try:
-                environment = rank_environment(number, mesh.size, port, devices, plan_text, transport)
+                environment = rank_environment(number, mesh.size, port, secret, devices, plan_text, transport)
                 self._children.start(rank_name(number, mesh), f"[rank {number}]" if number else None, command, environment)
             except OSError as error:
                 return _Outcome(1, f"Rank {number} could not be started: {error}.")
@@ -87,7 +92,7 @@ class _Ranks:
         while True:
             self._children.listen(0.05)
             self._children.bury_ended()
-            if outcome := _stopped(signals) or self._failed():
+            if outcome := self._heed(signals) or self._failed(signals):
                 return outcome
             if all(rank.exit_code == 0 for rank in self._ranks):
                 return _Outcome(0)
@@ -98,6 +103,24 @@ class _Ranks:
                         self._show_stack(self._ranks[hung.rank])
                     return _Outcome(1, hung.text)
 
+    def _heed(self, signals: list[int]) -> _Outcome | None:
+        """Hand a first signal on to ranks that save what they have; after a second one, or where they would not, the run is over."""
+        if not signals:
+            return None
+        now = time.monotonic()
+        if not self._handed_on:
+            if not all(rank.saves for rank in self._ranks):
+                return _stopped(signals)
+            for rank in self._ranks:
+                rank.ask_to_stop(signals[0])
+            self._handed_on = now
+            with suppress(OSError):
+                name = signal.Signals(signals[0]).name
+                print(f"{name}: the ranks finish their step and save; a second signal ends them at once.", file=sys.stderr, flush=True)  # noqa: T201
+        if now < self._handed_on + ONE_REQUEST_SECONDS:
+            self._heeded = len(signals)
+        return _stopped(signals) if len(signals) > self._heeded else None
+
     def _show_stack(self, rank: RankProcess) -> None:
         """Let a rank print where its Python is, and pass that on."""
         rank.ask_for_stack()
@@ -105,7 +128,11 @@ class _Ranks:
         while time.monotonic() < until:
             self._children.listen(0.05)
 
-    def _failed(self) -> _Outcome | None:
+    def _failed(self, signals: list[int]) -> _Outcome | None:
+        if self._handed_on and any(
+            rank.exit_code in (-signals[0], 128 + signals[0]) and rank.failure and not rank.told_failure for rank in self._ranks
+        ):
+            return _stopped(signals)  # it had just stopped training
         failures = [failure for rank in sorted(self._ranks, key=lambda rank: rank.failed_at) if (failure := rank.failure)]
         causes = [failure for failure in failures if not failure.consequence]
         if causes:

@@ -29,8 +29,9 @@ class RankProcess:
     name: like "rank 1 (dp=1)", for messages.
     prefix: of what it prints, which goes to stderr line by line; None: it writes where the launcher does.
     passed: descriptors that it has too.
-    joining, joined: whether it has told so. told: what else it has told, until somebody takes it.
-    failure, failed_at: what ended it, once that is known, and when the launcher noticed.
+    joining, joined, saves: whether it has told so; the last, that it saves what it has when a signal asks it to end.
+    told: what else it has told, until somebody takes it.
+    failure, failed_at: what ended it, once that is known, and when the launcher noticed. told_failure: whether it has said so itself.
     exit_code: None until it has ended, which `bury_if_ended` notices.
     """
 
@@ -40,8 +41,10 @@ class RankProcess:
         self.told: list[dict[str, Any]] = []
         self.joining = False
         self.joined = False
+        self.saves = False
         self.failure: Failure | None = None
         self.failed_at = 0.0
+        self.told_failure = False
         self.exit_code: int | None = None
         page = _page_file()
         here, there = os.pipe()
@@ -99,6 +102,12 @@ class RankProcess:
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
                 os.killpg(self.group, number)
 
+    def ask_to_stop(self, number: int) -> None:
+        """Send a signal to the process itself, not to its children, which it still needs."""
+        if self.exit_code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.group, number)
+
     def ask_for_stack(self) -> None:
         """Let the process itself, not its children, print the stack of its main thread (`joining.py` has prepared it for that)."""
         if self.exit_code is None:
@@ -148,7 +157,10 @@ class RankProcess:
         kind = event.pop("event")
         if kind == "failed":
             if not self.failure:
+                self.told_failure = True
                 self._note(Failure(**event))
+        elif kind == "saves":
+            self.saves = True
         elif kind not in ("joining", "joined"):
             self.told.append({"event": kind, **event})
         self.joining = self.joining or kind == "joining"

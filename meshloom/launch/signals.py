@@ -1,12 +1,17 @@
-"""Signals that ask this process to end, noted instead of obeyed, so that what it has started is ended first."""
+"""Signals that ask this process to end, noted instead of obeyed, so that what it has started is ended first, or what it has computed is saved."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONE_REQUEST_SECONDS = 1.0  # signals within it are one: a terminal and whoever started this process may both hand on one Ctrl-C
 
 
 @contextmanager
@@ -15,7 +20,7 @@ def noted_signals() -> Generator[list[int]]:
     received: list[int] = []
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ASKING:
             if signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, lambda number, _: received.append(number))
     try:
@@ -23,3 +28,56 @@ def noted_signals() -> Generator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class StopRequests:
+    """The signals that asked a training loop to end, noted from its first step on; before that, and at a second one, they do what they usually do.
+
+    received: the first of them, once it has come. A handler of the user's own stays, and so does ignoring one (nohup).
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._previous: dict[int, Any] = {}
+        self._process = os.getpid()
+        self._armed = False
+        self._since = 0.0
+
+    @property
+    def armed(self) -> bool:
+        """Whether they are noted now."""
+        return self._armed
+
+    def open(self) -> None:
+        """Before data workers are started: Ctrl-C in a terminal is not for them."""
+        if threading.current_thread() is threading.main_thread():
+            for number in ASKING:
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                    self._previous[number] = signal.signal(number, self._note)
+
+    def arm(self) -> None:
+        """From now on there is something to save."""
+        self._armed = bool(self._previous)
+
+    def close(self) -> None:
+        """Put back what was there."""
+        self._armed = False
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        self._previous.clear()
+
+    def _note(self, number: int, _: object) -> None:
+        if os.getpid() != self._process:  # a process that was forked
+            if number != signal.SIGINT:
+                _obey(number, signal.SIG_DFL)
+        elif self._armed and not self.received:
+            self._since = time.monotonic()
+            self.received.append(number)
+        elif not self._armed or time.monotonic() > self._since + ONE_REQUEST_SECONDS:
+            _obey(number, self._previous.get(number, signal.SIG_DFL))
+
+
+def _obey(number: int, handler: Any) -> None:
+    signal.signal(number, handler)
+    os.kill(os.getpid(), number)

@@ -8,6 +8,7 @@ When one of them is killed the others end too: the worker is lost, the run goes 
 
 from __future__ import annotations
 
+import secrets
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -55,8 +56,9 @@ class _Team:
     def start(self, command: Sequence[str], role: Role, mesh: Mesh, plan_text: str) -> None:
         """One process for each rank; they meet in a store of this process."""
         self._store, port = open_store()
+        secret = secrets.token_hex(32)
         for number in range(mesh.size):
-            environment = with_role(rank_environment(number, mesh.size, port, "cpu", plan_text), replace(role, rank=number))
+            environment = with_role(rank_environment(number, mesh.size, port, secret, "cpu", plan_text), replace(role, rank=number))
             self._children.start(rank_name(number, mesh), None, command, environment)
 
     def watch(self, signals: Sequence[int]) -> None:

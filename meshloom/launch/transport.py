@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import torch.distributed as dist
-
+from meshloom.comm.signed_store import SignedStore
 from meshloom.errors import DeviceError
 from meshloom.launch.wording import counted, rank_name
 from meshloom.mesh import Mesh
@@ -80,14 +79,13 @@ class Transports:
         return " or ".join(dict.fromkeys(_how(hosts) for hosts in layouts))
 
 
-def agreed_transports(store: dist.Store, rank: int, mesh: Mesh, transport: str, missing: str) -> Transports:
+def agreed_transports(store: SignedStore, mesh: Mesh, transport: str, missing: str) -> Transports:
     """Tell the other ranks where this one runs and what it wants, and hear the same of all. One that cannot or will not use shared memory decides for all.
 
-    store: for this alone. transport: one of `TRANSPORTS`. missing: why this rank has no shared memory to talk through; "": it has.
+    transport: one of `TRANSPORTS`. missing: why this rank has no shared memory to talk through; "": it has.
     """
     check_transport(transport)
-    store.set(f"{rank}", json.dumps([host_identity(), transport, missing]))
-    told = [json.loads(store.get(f"{other}")) for other in range(mesh.size)]
+    told = [json.loads(each) for each in store.all_say("transport", json.dumps([host_identity(), transport, missing]))]
     hosts = tuple(host for host, _, _ in told)
     if any(wanted == "gloo" for _, wanted, _ in told):
         return Transports(hosts=hosts, gloo_because="asked for")

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_unflatten
 
 from meshloom.comm.group import Group
 from meshloom.graph.landing import Landing
-from meshloom.graph.leaves import leaves_of
-from meshloom.graph.loss_programs import Shapes, shapes_of
+from meshloom.graph.leaves import Leaves, leaves_of
+from meshloom.graph.loss_programs import Shapes
 from meshloom.graph.nodes import Node
 from meshloom.graph.stages import Crossing, Stage
 from meshloom.job import LossFunction
@@ -74,7 +74,7 @@ class Microbatches:
         self._ready = ready
         self._known: dict[Any, _Known] = {}
         self._readiness: Readiness | None = None  # of the run under way
-        self._batches: list[Mapping[str, Tensor]] = []
+        self._batches: list[Leaves] = []
         self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None
         self._around: Around | None = None
 
@@ -85,7 +85,7 @@ class Microbatches:
 
         finish: of what the loss returned for a microbatch, where backward starts; called on the last stage.
         """
-        shapes = [shapes_of(each) for each in batches]
+        shapes = [self._staging.shapes_of(each) for each in batches]
         known = self._get(shapes, None, training=True)
         self._begin(batches, finish, around)
         self._readiness = known.readiness
@@ -99,7 +99,7 @@ class Microbatches:
 
     def evaluate(self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]) -> Mapping[Axis, Mapping[str, int]]:
         """Forward of one batch in evaluation mode; the bytes as of `train`. finish: of what `loss` returned, on the last stage."""
-        known = self._get([shapes_of(batch)], loss, training=False)
+        known = self._get([self._staging.shapes_of(batch, loss=loss, training=False)], loss, training=False)
 
         def take(microbatch: int, returned: Any) -> None:
             finish(returned)
@@ -114,7 +114,7 @@ class Microbatches:
 
     def look(self, batch: Any, around: Around, visit: Callable[[int, Node, Any], None]) -> None:
         """Forward of one batch as in training, without gradients, and buffers stay as they are. visit: called with stage, node and value, in order."""
-        stages = self._staging.stages(shapes_of(batch))
+        stages = self._staging.stages(self._staging.shapes_of(batch))
         schedule = forward_only(self._staging.schedule(1))
         self._begin([batch], lambda microbatch, returned: None, around)
         buffers = {name: each.clone() for name, each in self._buffers.items() if not each.is_meta}
@@ -132,7 +132,7 @@ class Microbatches:
             self._readiness.arrived(parameter)
 
     def _begin(self, batches: Sequence[Any], finish: Callable[[int, Any], Tensor | None], around: Around | None) -> None:
-        self._batches = [leaves_of(each).tensors for each in batches]
+        self._batches = [leaves_of(each) for each in batches]
         self._finish, self._around = finish, around
 
     def _end(self, known: _Known) -> None:

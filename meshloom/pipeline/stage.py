@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
+from meshloom.graph.batch_values import tensor_of
 from meshloom.graph.landed import with_landing
 from meshloom.graph.landing import InPlace, Landing
+from meshloom.graph.leaves import Leaves
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
 from meshloom.graph.stages import Stage
@@ -49,7 +51,7 @@ class StageRun:
         stages: Sequence[Stage],
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
-        batch: Callable[[int], Mapping[str, Tensor]],
+        batch: Callable[[int], Leaves],
         *,
         finish: Finish | None = None,
         group: Group | None = None,
@@ -99,7 +101,7 @@ class StageRun:
     def again(self, microbatch: int) -> list[Any]:
         """The bare forward of a microbatch, of what was given: what its program returns."""
         program, batch, given = self._programs[microbatch], self._batch(microbatch), self._live[microbatch].given
-        leaves = [given[each.value] if each.value in given else batch[each.name] for each in program.inputs]
+        leaves = [given[each.value] if each.value in given else tensor_of(batch, each) for each in program.inputs]
         changing = self._stages[microbatch].changing
         if not changing:
             return program.run_flat(self._parameters, self._buffers, leaves, visit=self._visit, group=self._group)

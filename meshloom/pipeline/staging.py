@@ -21,7 +21,7 @@ from meshloom.graph.collectives import Transition
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.gathered import GatheredLayers
-from meshloom.graph.loss_programs import LossPrograms, Shapes, shapes_of
+from meshloom.graph.loss_programs import LossPrograms, Shapes
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here
 from meshloom.graph.recompute import kept_values
@@ -39,6 +39,7 @@ class Staging:
 
     def __init__(self, job: Job, plan: Plan, programs: LossPrograms, team: Group, *, rates: Rates | None = None) -> None:
         self.programs = programs
+        self.others: Mapping[str, str | None] = {}  # of the first program: what besides tensors it is for
         self.choice: CutChoice | None = None  # of the first program, on the rank that chose
         self.first: tuple[Stage, ...] = ()  # of the program that decided who holds what
         self._job = job
@@ -74,14 +75,22 @@ class Staging:
     def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[tuple[Stage, ...]]:
         """Read the loss of batches like `batch`, divide it, cut it. All ranks of `world` call it; batch and model count on its rank 0."""
         shapes = yield from self.programs.open(batch, world, model)
+        self.others = self.programs.whole(shapes).others
         return (yield from self._make(shapes, self._job.loss, True, world))
 
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
         """Make sure that batches like `batch` can be run. All ranks of the replica call it with the same batch."""
-        function, shapes = loss or self._job.loss, shapes_of(batch)
-        if (function, training, shapes) not in self._cut:
+        function = loss or self._job.loss
+        shapes = self.programs.shapes_of(batch, loss=function, training=training)
+        if shapes is None or (function, training, shapes) not in self._cut:
             yield from self.programs.ready(batch, loss=function, training=training)
-            yield from self._make(shapes, function, training, self._team)
+            yield from self._make(self.shapes_of(batch, loss=function, training=training), function, training, self._team)
+
+    def shapes_of(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Shapes:
+        """Of a batch that is ready."""
+        shapes = self.programs.shapes_of(batch, loss=loss, training=training)
+        assert shapes is not None, "ready() comes first"
+        return shapes
 
     def stages(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> tuple[Stage, ...]:
         """All stages for batches of these shapes, which are ready: of the parts that this rank has along tp."""

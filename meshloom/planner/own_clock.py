@@ -108,6 +108,10 @@ class RehearsedGroup(Group):
     def size(self) -> int:
         return self._group.size
 
+    @property
+    def secret(self) -> bytes:
+        return b""
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return self._run("all_reduce", tensor, lambda: self._group.all_reduce(tensor, op))
 

@@ -17,7 +17,19 @@ from torch import Tensor
 
 from meshloom.errors import CheckpointError
 from meshloom.job import Job
-from meshloom.state.layout import META, MODEL, VERSION, Piece, checkpoint_directories, committed, fingerprint_of, piece_name, read_meta
+from meshloom.state.layout import (
+    META,
+    MODEL,
+    VERSION,
+    Piece,
+    checkpoint_directories,
+    committed,
+    fingerprint_of,
+    named_step,
+    piece_name,
+    read_meta,
+    step_directories,
+)
 from meshloom.state.saving import save
 
 __all__ = ["Checkpoint", "Piece", "check_same_data", "find", "fingerprint_of", "save"]
@@ -26,19 +38,26 @@ __all__ = ["Checkpoint", "Piece", "check_same_data", "find", "fingerprint_of", "
 def find(directory: Path) -> Path:
     """The checkpoint that `directory` is, or the last one written of the run whose directory it is.
 
-    One that was damaged later is found as well: to go on from an older one is not for the program to decide.
+    One that was damaged later is found as well, unless a whole one is newer: to go on from an older one is not for the program to decide.
     """
     if (directory / META).exists():
         return directory
+    whole = committed(directory)[:1]
     damaged = [path for path in checkpoint_directories(directory) if read_meta(path) is None]
-    found = [*damaged, *committed(directory)]
-    if found:
-        return found[0]
+    newer = [path for path in damaged if not whole or named_step(path) > named_step(whole[0])]
+    if newer or whole:
+        return max(newer, key=named_step) if newer else whole[0]
     if not directory.is_dir():
         raise CheckpointError(f"There is no directory {directory} to resume from.")
     if directory.name.startswith("step-"):
         raise CheckpointError(f"{directory} has no {META}, so it is no whole checkpoint. {_other(directory)}")
     raise CheckpointError(f"There is no checkpoint in {directory} (none was saved to the end). Start without --resume, or give another directory.")
+
+
+def passed_over(found: Path) -> str:
+    """A line about later checkpoints beside `found` that cannot be told from unfinished ones; "" if there are none."""
+    later = [path for path in step_directories(found.parent) if not (path / META).exists() and named_step(path) > named_step(found)]
+    return f"{later[-1]} has no {META}, so it cannot be read; going on from the one before it, {found}." if later else ""
 
 
 class Checkpoint:
@@ -146,6 +165,10 @@ def _problem(path: Path, checksums: bool) -> str | None:
         return f"{path / META} is damaged: it is not what was written."
     if meta["version"] != VERSION:
         return f"{path} has version {meta['version']} of the format, and this meshloom reads version {VERSION}."
+    named = {MODEL, *meta["files"], *(file for piece in meta["pieces"].values() for file, _, _ in piece["parts"])}
+    for name in sorted(named):
+        if not _lies_in(path, name):
+            return f"{path / META} names the file {name}, which does not lie in this directory: a checkpoint has no files elsewhere."
     for name, facts in meta["files"].items():
         file = path / name
         if not file.exists():
@@ -155,6 +178,12 @@ def _problem(path: Path, checksums: bool) -> str | None:
         if checksums and _checksum(file) != facts["crc32"]:
             return f"{file} is damaged: it has as many bytes as were written, but not the same ones."
     return None
+
+
+def _lies_in(path: Path, name: str) -> bool:
+    """Whether a checkpoint's file of that name is in its directory: a checkpoint may come from somebody who would like others' files to be read."""
+    file = path / name
+    return name not in ("", ".", "..") and Path(name).name == name and file.resolve().parent == path.resolve()
 
 
 def _checksum(file: Path) -> int:

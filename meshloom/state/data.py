@@ -53,10 +53,12 @@ def build_dataset(build: Callable[[], Any], seed: int) -> Any:
         return build()
 
 
-def evaluation_chunks(dataset: Any, job: Job, plan: Plan, group: Group, shares: Sequence[int] = ()) -> Iterator[Chunk]:
+def evaluation_chunks(
+    dataset: Any, job: Job, plan: Plan, group: Group, shares: Sequence[int] = (), num_batches: int | None = None
+) -> Iterator[Chunk]:
     """This replica's part of `dataset` in order, once: batches of `job.batch_size` cut as in training, empty chunks left out.
 
-    shares: as of `Plan.sizes`.
+    shares: as of `Plan.sizes`. num_batches: only so many of them, the first ones.
     `step` of a chunk is the number of its batch. Draws made while reading are the same in every evaluation. Replicas may get
     different numbers of chunks; none of them waits for another. Raises as `open_reader` does, before the first chunk.
     """
@@ -66,7 +68,7 @@ def evaluation_chunks(dataset: Any, job: Job, plan: Plan, group: Group, shares: 
         )
     if not len(dataset):
         raise DataError("The evaluation dataset is empty. Evaluate(data=...) must build one with samples.")
-    return map_chunks(dataset, job, plan, group.rank, shares)
+    return map_chunks(dataset, job, plan, group.rank, shares, num_batches)
 
 
 def is_stream(dataset: Any, where: str) -> bool:

@@ -192,6 +192,17 @@ def last_order(directory: Path) -> int:
     return max((order for order, _ in _orders(directory)), default=0)
 
 
+def step_directories(directory: Path) -> list[Path]:
+    """Everything in a run directory that is called like a checkpoint, whole or not, and what a crash left whole but unnamed; lowest step first."""
+    found = {*directory.glob("step-*"), *checkpoint_directories(directory)}
+    return sorted((path for path in found if path.is_dir()), key=named_step)
+
+
+def named_step(path: Path) -> str:
+    """The name of a checkpoint's directory, which says its step, also while it is being written: names sort as steps do."""
+    return path.name.removeprefix(SAVING)
+
+
 def _orders(directory: Path) -> list[tuple[int, Path]]:
     return [(meta["order"], path) for path in checkpoint_directories(directory) if (meta := read_meta(path)) is not None]
 

@@ -136,9 +136,9 @@ class MapReader(Reader):
 EVALUATION = -1  # the epoch that draws belong to while evaluation data is read
 
 
-def map_chunks(dataset: Any, job: Job, plan: Plan, replica: int, shares: Sequence[int] = ()) -> Iterator[Chunk]:
-    """The chunks of `replica` of one pass over `dataset` in order, those with samples. shares: as of `Plan.sizes`."""
-    starts = range(0, len(dataset), job.batch_size)
+def map_chunks(dataset: Any, job: Job, plan: Plan, replica: int, shares: Sequence[int] = (), num_batches: int | None = None) -> Iterator[Chunk]:
+    """The chunks of `replica` of one pass over `dataset` in order, those with samples. Arguments: of `evaluation_chunks`."""
+    starts = range(0, len(dataset), job.batch_size)[:num_batches]
     batches = [range(start, min(start + job.batch_size, len(dataset))) for start in starts]
     requests = [
         Request(step, cut.index, EVALUATION, list(batch[cut.start : cut.stop]))

@@ -21,10 +21,16 @@ class MetricSums:
         self._rows = dict(zip(metrics, self.sums, strict=True))
 
     def add(self, name: str, chunk: Chunk, returned: Any) -> None:
-        """What a metric returned for a chunk."""
-        value, weight = as_sum(returned, chunk.samples, needs_gradient=False)
+        """What a metric returned for a chunk; a plain number, as `.item()` gives it, is as good as a scalar tensor."""
+        value, weight = as_sum(_as_tensor(returned), chunk.samples, needs_gradient=False, who="The metric")
         self._rows[name] += torch.stack([value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)])
 
     def means(self) -> dict[str, float]:
         """By name; nan where there is no weight."""
         return {name: total / weight if weight else math.nan for name, (total, weight) in zip(self._rows, self.sums.tolist(), strict=True)}
+
+
+def _as_tensor(returned: Any) -> Any:
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return _as_tensor(returned[0]), returned[1]
+    return torch.tensor(returned, dtype=torch.float64) if isinstance(returned, int | float) else returned

@@ -141,6 +141,15 @@ class Updater:
         """Of every group of every optimizer that has one."""
         return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups if "lr" in group]
 
+    def notes(self) -> list[str]:
+        """What the user should know of how schedulers are stepped, before the first step."""
+        looking = [scheduler for scheduler in self._schedulers if isinstance(scheduler, ReduceLROnPlateau)]
+        return [
+            f"ReduceLROnPlateau is stepped after every step, with that step's training loss: patience={scheduler.patience} are steps, not epochs or "
+            "evaluations. Choose its patience and threshold for that, or a scheduler that goes by steps alone."
+            for scheduler in looking[:1]
+        ]
+
     def bytes_per_step(self, axis: Axis = "dp") -> dict[str, int]:
         """Bytes that one `update` hands to each kind of collective along an axis. What whole parameters need along dp is known after the first."""
         total: dict[str, int] = {}

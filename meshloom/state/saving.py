@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
@@ -34,6 +35,7 @@ from meshloom.state.layout import (
     committed,
     last_order,
     meta_text,
+    named_step,
     read_meta,
     state_name,
     step_name,
@@ -55,9 +57,11 @@ def save(
     plan_text: str,
     group: Group,
     keep: int,
+    replaced: Sequence[Path] = (),
 ) -> Steps[Path]:
     """Save as `directory`/step-..., and remove all but the `keep` that were saved last. Every rank of `group` calls it.
 
+    replaced: what goes too once the new one is whole; of rank 0.
     weights: by name, in full shape; of rank 0, the others' are not looked at.
     pieces: what this rank has of the optimizer's state. A piece that several ranks have is written by one of them.
     values: anything JSON holds; of rank 0.
@@ -90,7 +94,7 @@ def save(
                 "files": {name: facts for each in everyone for name, facts in each["files"].items()},
                 "pieces": _index(writers, group.size),
             }
-            problem = _attempt(rank, directory, 0, lambda: _commit(directory, temporary, body, keep))
+            problem = _attempt(rank, directory, 0, lambda: _commit(directory, temporary, body, keep, replaced))
         sentence = None
         if rank == 0 and problem is not None:
             _discard(temporary)
@@ -103,6 +107,34 @@ def save(
     if sentence is not None:
         raise CheckpointError(sentence)
     return directory / step_name(step)
+
+
+def try_saving(directory: Path, group: Group) -> Steps[None]:
+    """Write a few bytes into `directory` the way `save` does, and remove them. Every rank of `group` calls it.
+
+    Raises the same `CheckpointError` on every rank when any of them cannot.
+    """
+    rank = group.rank
+    probe = directory / f"{SAVING}try"  # what a crash leaves of it goes with the next save
+    problem = _attempt(rank, directory, 0, lambda: _make_probe(directory, probe)) if rank == 0 else None
+    try:
+        found = _first_problem((yield from collect(group, {"problem": problem})))
+        if found is None:
+            contents = {state_name(rank, group.size): {"probe": torch.zeros(1)}}
+            problem = _attempt(rank, directory, 0, lambda: _write(probe, contents, {}))
+        found = found or _first_problem((yield from collect(group, {"problem": problem})))
+    finally:
+        if rank == 0:
+            shutil.rmtree(probe, ignore_errors=True)
+    if found is not None:
+        raise CheckpointError(f"Rank {found['rank']} cannot save in {directory}: {found['reason']}. Give a directory that it can write to.")
+
+
+def _make_probe(directory: Path, probe: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if probe.exists():
+        shutil.rmtree(probe)
+    probe.mkdir()
 
 
 def _identity(piece: Piece) -> Identity:
@@ -151,7 +183,7 @@ def _write(temporary: Path, contents: Mapping[str, Mapping[str, Tensor]], files:
         files[name] = write_tensors(temporary / name, tensors)
 
 
-def _commit(directory: Path, temporary: Path, body: Mapping[str, Any], keep: int) -> None:
+def _commit(directory: Path, temporary: Path, body: Mapping[str, Any], keep: int, replaced: Sequence[Path]) -> None:
     """Make the checkpoint count: from the rename of meta.json on it does."""
     for name, facts in body["files"].items():
         path = temporary / name
@@ -168,7 +200,8 @@ def _commit(directory: Path, temporary: Path, body: Mapping[str, Any], keep: int
     part.rename(temporary / META)
     sync_directory(temporary)
     _name(temporary, directory)
-    for path in committed(directory)[keep:]:
+    others = [path for path in replaced if path.is_dir() and named_step(path) != named_step(temporary)]
+    for path in dict.fromkeys([*others, *committed(directory)[keep:]]):
         _remove(path, directory)
 
 

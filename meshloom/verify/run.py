@@ -56,7 +56,7 @@ def verify(
     recorded = _changing_shares(plan, steps)
     quiet = Listener(started=lambda text: None)  # the report says it
     with Trainer(
-        job, keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet,
+        replace(job, evaluate=None), keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet,
         recorded_shares=recorded,
     ) as trainer:  # fmt: skip
         owned = trainer.together(_owned)[0]

@@ -46,6 +46,9 @@ def digest_parameters(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _bytes_of(value: Any) -> bytes:
+    attributes = getattr(value, "__dict__", {})
+    if any(isinstance(each, Tensor) for each in attributes.values()):  # their bytes as pickled have more to them than their values
+        return f"{type(value)} {digest_values(dict(attributes))}".encode()
     try:
         return pickle.dumps(value)
     except Exception:  # whatever cannot be pickled (a lambda, a file) has at least a type

@@ -7,10 +7,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-uint64_t all_finished(const ml_group *group) {
+uint64_t ml_all_finished(const ml_group *group) {
     uint64_t least = UINT64_MAX;
     for (int rank = 0; rank < group->size; rank++) {
-        uint64_t finished = atomic_load_explicit(&seat_of(group, rank)->finished, memory_order_acquire);
+        uint64_t finished = rank == group->rank ? group->executed : atomic_load_explicit(&seat_of(group, rank)->finished, memory_order_acquire);
         if (finished < least) least = finished;
     }
     return least;
@@ -20,30 +20,32 @@ static void remove_block(ml_group *group, size_t index) {
     memmove(group->blocks + index, group->blocks + index + 1, (--group->num_blocks - index) * sizeof(block));
 }
 
-static void free_at(ml_group *group, uint64_t offset) {
+/* Returns how many bytes lay there. */
+static uint64_t free_at(ml_group *group, uint64_t offset) {
     for (size_t index = 0; index < group->num_blocks; index++)
         if (group->blocks[index].offset == offset) {
+            uint64_t length = group->blocks[index].length;
             remove_block(group, index);
-            return;
+            return length;
         }
+    return 0;
 }
 
-void sweep(ml_group *group) {
-    uint64_t finished = all_finished(group);
+void ml_sweep(ml_group *group) {
+    uint64_t finished = ml_all_finished(group);
     size_t kept = 0;
     for (size_t index = 0; index < group->num_blocks; index++)
         if (group->blocks[index].number >= finished) group->blocks[kept++] = group->blocks[index];
     group->num_blocks = kept;
 }
 
-void sweep_letters(ml_group *group) {
+void ml_sweep_letters(ml_group *group) {
     for (int rank = 0; group->letters_posted && rank < group->size; rank++)
         for (int slot = 0; slot < MAIL; slot++) {
             uint64_t *lies = &group->letter_blocks[rank * MAIL + slot];
-            letter *posted = &mail_between(group, group->rank, rank)->letters[slot];
+            const letter *posted = &mail_between(group, group->rank, rank)->letters[slot];
             if (*lies && !atomic_load_explicit(&posted->full, memory_order_acquire)) {
-                free_at(group, *lies - 1);
-                group->message_bytes -= rounded(posted->length * ml_element_bytes(posted->dtype));
+                group->message_bytes -= free_at(group, *lies - 1);
                 group->letters_posted--;
                 *lies = 0;
             }
@@ -76,7 +78,7 @@ static bool grown_to(ml_group *group, uint64_t end) {
     return true;
 }
 
-bool allocate(ml_group *group, uint64_t length, uint64_t number, uint64_t *offset) {
+bool ml_allocate(ml_group *group, uint64_t length, uint64_t number, uint64_t *offset) {
     length = rounded(length);
     if (group->num_blocks == group->room_blocks) {
         size_t room = group->room_blocks ? 2 * group->room_blocks : 64;

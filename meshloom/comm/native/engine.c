@@ -6,11 +6,16 @@
 
 static const uint8_t ELEMENT_BYTES[ML_DTYPES] = {8, 4, 2, 2, 8, 4, 2, 1, 8, 4, 2, 1, 1, 8, 16, 1, 2, 4, 8, 16};
 
-size_t ml_element_bytes(int dtype) { return ELEMENT_BYTES[dtype]; }
+size_t ml_element_bytes(int dtype) { return ELEMENT_BYTES[dtype]; } /* dtype: this rank's own, or checked */
 
 static size_t seats_bytes(int size) { return sizeof(control_area) + (size_t)size * sizeof(seat); }
 
 size_t ml_control_bytes(int size) { return seats_bytes(size) + (size_t)size * size * sizeof(mailbox); }
+
+static void free_tables(ml_group *group) {
+    free(group->arenas), free(group->letter_blocks), free(group->head), free(group->taken), free(group->sent), free(group->places);
+    free(group);
+}
 
 ml_group *ml_open(int rank, int size, void *control, void *const *arenas, uint64_t capacity, int arena_file, const ml_settings *settings) {
     ml_group *group = calloc(1, sizeof(ml_group));
@@ -27,26 +32,29 @@ ml_group *ml_open(int rank, int size, void *control, void *const *arenas, uint64
     group->letter_blocks = calloc((size_t)size * MAIL, sizeof(uint64_t));
     group->head = calloc((size_t)size, sizeof(uint64_t));
     group->taken = calloc((size_t)size, sizeof(uint64_t));
+    group->sent = calloc((size_t)size, sizeof(uint64_t));
+    group->places = calloc((size_t)size * RING, sizeof(place));
     pthread_mutex_init(&group->lock, NULL);
-    if (!group->arenas || !group->letter_blocks || !group->head || !group->taken) {
-        free(group->arenas), free(group->letter_blocks), free(group->head), free(group->taken), free(group);
+    if (!group->arenas || !group->letter_blocks || !group->head || !group->taken || !group->sent || !group->places) {
+        free_tables(group);
         return NULL;
     }
     memcpy(group->arenas, arenas, (size_t)size * sizeof(uint8_t *));
-    join_groups(group);
+    ml_join_groups(group);
     return group;
 }
 
 void ml_close(ml_group *group) {
-    leave_groups(group);
-    for (uint64_t number = group->executed; number < group->planned; number++) let_go(group->queue[number % group->room].operation);
+    ml_leave_groups(group);
+    for (uint64_t number = group->executed; number < group->planned; number++) ml_let_go(group->queue[number % group->room].operation);
     for (size_t index = 0; index < group->num_messages; index++) free(group->messages[index]);
     for (int index = 0; index < group->num_windows; index++) free(group->windows[index].bases);
     free(group->queue), free(group->blocks), free(group->windows), free(group->messages);
-    free(group->arenas), free(group->letter_blocks), free(group->head), free(group->taken);
     pthread_mutex_destroy(&group->lock);
-    free(group);
+    free_tables(group);
 }
+
+int ml_size(const ml_group *group) { return group->size; }
 
 int ml_add_window(ml_group *group, void *const *bases, uint64_t num_bytes) {
     uint8_t **kept = malloc((size_t)group->size * sizeof(uint8_t *));
@@ -69,10 +77,13 @@ int ml_add_window(ml_group *group, void *const *bases, uint64_t num_bytes) {
 void ml_abort(ml_group *group) {
     uint32_t nobody = 0;
     atomic_compare_exchange_strong(&group->control->aborted, &nobody, (uint32_t)group->rank + 1);
-    ring_all(group);
+    ml_ring_all(group);
 }
 
-int ml_aborted_by(ml_group *group) { return (int)atomic_load_explicit(&group->control->aborted, memory_order_acquire) - 1; }
+int ml_aborted_by(ml_group *group) {
+    uint32_t by = atomic_load_explicit(&group->control->aborted, memory_order_acquire);
+    return by <= (uint32_t)group->size ? (int)by - 1 : -1;
+}
 
 uint64_t ml_started(ml_group *group, int rank) { return atomic_load_explicit(&seat_of(group, rank)->started, memory_order_acquire); }
 
@@ -93,8 +104,9 @@ int ml_mismatch(ml_group *group, uint64_t *number) {
 
 int ml_descriptor_of(ml_group *group, int rank, uint64_t number, ml_descriptor *found) {
     if (ml_started(group, rank) <= number) return 0;
-    *found = *descriptor_of(group, rank, number);
-    return found->number == number;
+    copy_once(found, descriptor_of(group, rank, number), sizeof *found);
+    bool is_sense = found->kind <= ML_ALL_TO_ALL && found->op <= ML_XOR && found->dtype < ML_DTYPES;
+    return found->number == number && is_sense;
 }
 
 uint64_t ml_missing_bytes(ml_group *group) { return group->missing_bytes; }

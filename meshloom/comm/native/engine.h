@@ -10,6 +10,10 @@
  * operation, each can take its result without further help from the others: small sums everybody computes for itself, chunks of large ones are
  * computed by whichever rank claims them. Large operations travel in pieces, so that payloads stay in the caches.
  *
+ * Nothing that lies in shared memory is trusted to be what an honest rank has written. What a rank computes with, its own calls among it, it keeps to itself; what
+ * it needs of others' descriptors and letters it copies once and checks, so that whoever scribbles there can end a run or garble its numbers, and
+ * never let a rank read or write outside of arenas, windows and its own tensors.
+ *
  * Every function of a group may be called from several threads of its rank. No function waits but ml_wait and ml_wait_message.
  */
 #ifndef MESHLOOM_ENGINE_H
@@ -50,6 +54,7 @@ enum ml_status {
     ML_ABORTED,   /* a rank has left: ml_aborted_by says which */
     ML_NO_SPACE,  /* the arena cannot grow: ml_missing_bytes says by how much */
     ML_NO_MEMORY, /* of this process */
+    ML_OUTSIDE,   /* a rank says that what it has handed in lies outside of its memory: ml_mismatch says which */
 };
 
 /* One call of one rank.
@@ -102,6 +107,7 @@ int ml_reduces(int dtype, int op);
  * (arena_file < 0: all of it is there). */
 ml_group *ml_open(int rank, int size, void *control, void *const *arenas, uint64_t capacity, int arena_file, const ml_settings *settings);
 void ml_close(ml_group *group);
+int ml_size(const ml_group *group);
 
 /* Windows are added on all ranks in one order, between operations. bases: where each rank's lies in this process. Returns its number, or -1. */
 int ml_add_window(ml_group *group, void *const *bases, uint64_t num_bytes);
@@ -118,12 +124,12 @@ int ml_message_source(ml_group *group, int64_t id);
 void ml_release_message(ml_group *group, int64_t id);
 
 void ml_abort(ml_group *group);
-int ml_aborted_by(ml_group *group);                                     /* -1: nobody */
+int ml_aborted_by(ml_group *group);                                     /* -1: nobody, or no rank of this group */
 uint64_t ml_started(ml_group *group, int rank);                         /* pieces of operations */
 uint64_t ml_finished(ml_group *group);                                  /* by this rank: operations below this number are over for it */
 int ml_mismatch(ml_group *group, uint64_t *number);                     /* a rank that has called something else than this one, and when; -1: none */
-void ml_letter_of(ml_group *group, int source, uint64_t number, ml_descriptor *found); /* of a message that did not fit */
-int ml_descriptor_of(ml_group *group, int rank, uint64_t number, ml_descriptor *found); /* whether it is still known */
+int ml_letter_of(ml_group *group, int source, uint64_t number, ml_descriptor *found);   /* of a message that did not fit; whether it makes sense */
+int ml_descriptor_of(ml_group *group, int rank, uint64_t number, ml_descriptor *found); /* whether it is still known, and makes sense */
 uint64_t ml_missing_bytes(ml_group *group);
 
 #endif

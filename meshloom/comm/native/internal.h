@@ -13,6 +13,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <string.h>
 
 #include "engine.h"
 
@@ -66,6 +67,12 @@ typedef struct {
     uint64_t number;         /* of the piece that lies there; UINT64_MAX: a message */
 } block;
 
+/* Where a rank's payload lies, once that was checked. */
+typedef struct {
+    uint64_t offset;
+    uint32_t window; /* 0: the arena; w + 1: window w */
+} place;
+
 /* A call, shared by its pieces. */
 typedef struct {
     ml_call call;
@@ -110,6 +117,7 @@ struct ml_group {
     uint64_t room;
     uint64_t planned, published, claimed, executed;
     uint64_t eager; /* bytes of published pieces that are not over */
+    place *places; /* [RING][size] of published pieces: the own one's, and the others' once all have started it */
     uint64_t drain[RING]; /* 1 + number of a piece whose payload lies in a window of this rank */
 
     block *blocks; /* sorted by offset */
@@ -125,6 +133,7 @@ struct ml_group {
     size_t num_messages, room_messages;
     int64_t next_id;
     uint64_t letters_posted;
+    uint64_t *sent; /* [size] letters to each rank so far */
     uint64_t message_bytes;
     uint64_t *letter_blocks; /* [size][MAIL] 1 + offset in the arena of what was posted and may lie there */
     uint64_t *head;          /* [size] first letter from there that was not taken */
@@ -144,6 +153,24 @@ static inline mailbox *mail_between(const ml_group *group, int source, int desti
 
 static inline const ml_descriptor *descriptor_of(const ml_group *group, int rank, uint64_t number) { return &seat_of(group, rank)->ring[number % RING]; }
 
+static inline place *place_of(const ml_group *group, int rank, uint64_t number) { return &group->places[number % RING * group->size + rank]; }
+
+static inline piece *piece_of(const ml_group *group, uint64_t number) { return &group->queue[number % group->room]; }
+
+/* Copy from shared memory what will be checked. What was copied is not read there a second time, neither by us nor by the compiler. */
+static inline void copy_once(void *to, const void *from, size_t bytes) {
+    memcpy(to, from, bytes);
+    atomic_signal_fence(memory_order_seq_cst);
+}
+
+/* memcpy of nothing may have no addresses. */
+static inline void copy(void *to, const void *from, uint64_t bytes) {
+    if (bytes && to != from) memmove(to, from, bytes);
+}
+
+/* Whether `bytes` from `offset` on lie within `all` bytes. */
+static inline bool is_within(uint64_t offset, uint64_t bytes, uint64_t all) { return offset <= all && bytes <= all - offset; }
+
 /* Whether a rank hands in one block, rather than one for each rank. */
 static inline bool has_one_place(int kind) {
     return kind == ML_ALL_REDUCE || kind == ML_REDUCE || kind == ML_BROADCAST || kind == ML_ALL_GATHER || kind == ML_GATHER;
@@ -158,34 +185,35 @@ static inline int64_t total(const int64_t *sizes, int size) {
 /* ------------------------------------------------------------------ waiting.c */
 
 /* Groups of this process are known to each other: one that waits lets the others go on. Without a lock. */
-void join_groups(ml_group *group);
-void leave_groups(ml_group *group);
+void ml_join_groups(ml_group *group);
+void ml_leave_groups(ml_group *group);
 
 /* After something was published: whoever sleeps looks again. Without a lock. */
-void ring_all(ml_group *group);
-void ring_one(ml_group *group, int rank);
+void ml_ring_all(ml_group *group);
+void ml_ring_one(ml_group *group, int rank);
 
 /* ------------------------------------------------------------------ arena.c */
 
-uint64_t all_finished(const ml_group *group); /* pieces that all ranks have left for good */
-void sweep(ml_group *group);                  /* let go of what all ranks have taken */
-void sweep_letters(ml_group *group);          /* and of messages that have been taken */
+uint64_t ml_all_finished(const ml_group *group); /* pieces that all ranks have left for good */
+void ml_sweep(ml_group *group);                  /* let go of what all ranks have taken */
+void ml_sweep_letters(ml_group *group);          /* and of messages that have been taken */
 /* The lowest gap that is large enough: what was used last is still in the caches. Returns false if there is none. */
-bool allocate(ml_group *group, uint64_t length, uint64_t number, uint64_t *offset);
+bool ml_allocate(ml_group *group, uint64_t length, uint64_t number, uint64_t *offset);
 
 /* ------------------------------------------------------------------ pieces.c */
 
-const uint8_t *input_of(const operation *operation, int rank); /* what is for `rank` */
-bool publish(ml_group *group);                                  /* the next piece, if there is room for it */
-void let_go(operation *operation);                              /* one piece less needs it */
+bool ml_hands_in(const ml_call *call, int rank);
+const uint8_t *ml_input_of(const operation *operation, int rank); /* what is for `rank` */
+bool ml_publish(ml_group *group);                                  /* the next piece, if there is room for it */
+void ml_let_go(operation *operation);                              /* one piece less needs it */
 
 /* ------------------------------------------------------------------ collectives.c */
 
-bool advance(ml_group *group); /* do what can be done; returns whether something was */
+bool ml_advance(ml_group *group); /* do what can be done; returns whether something was */
 
 /* ------------------------------------------------------------------ messages.c */
 
-bool advance_messages(ml_group *group); /* likewise */
-message *message_of(ml_group *group, int64_t id);
+bool ml_advance_messages(ml_group *group); /* likewise */
+message *ml_message_of(ml_group *group, int64_t id);
 
 #endif

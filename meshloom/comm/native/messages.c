@@ -9,19 +9,19 @@ static bool post(ml_group *group, message *message) {
     size_t element = ml_element_bytes(call->dtype);
     mailbox *mail = mail_between(group, group->rank, message->peer);
     uint64_t piece = group->settings.message_piece_bytes / element, left = call->count - message->next, length = left < piece ? left : piece;
-    uint64_t posted = atomic_load_explicit(&mail->posted, memory_order_relaxed), slot = posted % MAIL;
+    uint64_t posted = group->sent[message->peer], slot = posted % MAIL;
     letter *letter = &mail->letters[slot];
     if (atomic_load_explicit(&letter->full, memory_order_acquire)) return false;
-    sweep(group);
-    sweep_letters(group);
+    ml_sweep(group);
+    ml_sweep_letters(group);
     uint64_t offset = 0, bytes = rounded(length * element);
     if (bytes) {
         if (group->message_bytes && group->message_bytes + bytes > group->settings.message_bytes) return false;
-        if (!allocate(group, bytes, UINT64_MAX, &offset)) {
+        if (!ml_allocate(group, bytes, UINT64_MAX, &offset)) {
             if (!group->num_blocks && !group->failure) group->failure = ML_NO_SPACE;
             return false;
         }
-        memcpy(group->arenas[group->rank] + offset, (const uint8_t *)call->in + message->next * element, length * element);
+        copy(group->arenas[group->rank] + offset, (const uint8_t *)call->in + message->next * element, length * element);
         group->letter_blocks[message->peer * MAIL + slot] = offset + 1;
         group->letters_posted++;
         group->message_bytes += bytes;
@@ -37,8 +37,9 @@ static bool post(ml_group *group, message *message) {
     message->next += length;
     message->over = message->next == call->count;
     atomic_store_explicit(&letter->full, 1, memory_order_release);
+    group->sent[message->peer] = posted + 1;
     atomic_store_explicit(&mail->posted, posted + 1, memory_order_release);
-    ring_one(group, message->peer);
+    ml_ring_one(group, message->peer);
     return true;
 }
 
@@ -46,8 +47,10 @@ static bool post(ml_group *group, message *message) {
 static int64_t letter_from(ml_group *group, int source, int64_t tag) {
     mailbox *mail = mail_between(group, source, group->rank);
     uint64_t posted = atomic_load_explicit(&mail->posted, memory_order_acquire);
-    for (uint64_t number = group->head[source]; number < posted; number++)
-        if (!(group->taken[source] >> (number - group->head[source]) & 1) && mail->letters[number % MAIL].tag == tag) return (int64_t)number;
+    uint64_t head = group->head[source];
+    if (posted < head || posted - head > MAIL) posted = head; /* no sender has counted so */
+    for (uint64_t number = head; number < posted; number++)
+        if (!(group->taken[source] >> (number - head) & 1) && mail->letters[number % MAIL].tag == tag) return (int64_t)number;
     return -1;
 }
 
@@ -62,25 +65,33 @@ static bool take(ml_group *group, message *message) {
             if ((number = letter_from(group, rank, message->tag)) >= 0) source = rank;
     if (number < 0) return false;
     mailbox *mail = mail_between(group, source, group->rank);
-    letter *letter = &mail->letters[number % MAIL];
+    letter *letter = &mail->letters[number % MAIL], read;
+    copy_once(&read, letter, sizeof read);
     const ml_call *call = &message->call;
     message->found = source;
     message->began = true;
-    if (letter->count != call->count || letter->dtype != call->dtype) {
+    if (read.count != call->count || read.dtype != call->dtype) {
         message->failed = true;
         group->mismatch = source;
         group->mismatch_number = (uint64_t)number;
         return true;
     }
     size_t element = ml_element_bytes(call->dtype);
-    memcpy((uint8_t *)call->out + letter->first * element, group->arenas[source] + letter->offset, letter->length * element);
-    message->next += letter->length;
+    bool is_next = read.first == message->next && read.length <= call->count - message->next && (read.length || !call->count);
+    if (!is_next || !is_within(read.offset, read.length * element, group->capacity)) {
+        group->mismatch = source;
+        group->mismatch_number = (uint64_t)number;
+        group->failure = ML_OUTSIDE;
+        return false;
+    }
+    copy((uint8_t *)call->out + read.first * element, group->arenas[source] + read.offset, read.length * element);
+    message->next += read.length;
     message->over = message->next == call->count;
     uint64_t bit = (uint64_t)number - group->head[source];
     group->taken[source] |= (uint64_t)1 << bit;
     while (group->taken[source] & 1) group->taken[source] >>= 1, group->head[source]++;
     atomic_store_explicit(&letter->full, 0, memory_order_release);
-    ring_one(group, source);
+    ml_ring_one(group, source);
     return true;
 }
 
@@ -103,7 +114,7 @@ static void forget_message(ml_group *group, size_t index) {
 }
 
 /* What was sent is forgotten at once; what has come when it is released. */
-bool advance_messages(ml_group *group) {
+bool ml_advance_messages(ml_group *group) {
     bool moved = false;
     for (size_t index = 0; index < group->num_messages && !group->failure;) {
         message *message = group->messages[index];
@@ -116,7 +127,7 @@ bool advance_messages(ml_group *group) {
     return moved;
 }
 
-message *message_of(ml_group *group, int64_t id) {
+message *ml_message_of(ml_group *group, int64_t id) {
     for (size_t index = 0; index < group->num_messages; index++)
         if (group->messages[index]->id == id) return group->messages[index];
     return NULL;
@@ -139,7 +150,7 @@ static int64_t add_message(ml_group *group, bool sends, int peer, int64_t tag, c
     *added = (message){.id = group->next_id++, .sends = sends, .peer = peer, .found = peer, .tag = tag, .call = *call};
     int64_t id = added->id;
     group->messages[group->num_messages++] = added;
-    advance_messages(group);
+    ml_advance_messages(group);
     pthread_mutex_unlock(&group->lock);
     return id;
 }
@@ -150,7 +161,7 @@ int64_t ml_receive(ml_group *group, int source, int64_t tag, const ml_call *call
 
 int ml_message_source(ml_group *group, int64_t id) {
     pthread_mutex_lock(&group->lock);
-    message *message = message_of(group, id);
+    message *message = ml_message_of(group, id);
     int source = message ? message->found : -1;
     pthread_mutex_unlock(&group->lock);
     return source;
@@ -166,8 +177,10 @@ void ml_release_message(ml_group *group, int64_t id) {
     pthread_mutex_unlock(&group->lock);
 }
 
-void ml_letter_of(ml_group *group, int source, uint64_t number, ml_descriptor *found) {
-    const letter *posted = &mail_between(group, source, group->rank)->letters[number % MAIL];
-    *found = (ml_descriptor){.number = number, .count = posted->count, .dtype = posted->dtype, .ndim = posted->ndim};
-    memcpy(found->shape, posted->shape, sizeof found->shape);
+int ml_letter_of(ml_group *group, int source, uint64_t number, ml_descriptor *found) {
+    letter posted;
+    copy_once(&posted, &mail_between(group, source, group->rank)->letters[number % MAIL], sizeof posted);
+    *found = (ml_descriptor){.number = number, .count = posted.count, .dtype = posted.dtype, .ndim = posted.ndim};
+    memcpy(found->shape, posted.shape, sizeof found->shape);
+    return posted.dtype < ML_DTYPES;
 }

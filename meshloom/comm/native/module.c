@@ -28,11 +28,25 @@ static Py_ssize_t integers(PyObject *tuple, int64_t *to) {
     return length;
 }
 
-static int addresses(PyObject *tuple, void **to) {
+/* The same of addresses, of which there must be `needed`. Returns whether there were. */
+static int addresses(PyObject *tuple, void **to, Py_ssize_t needed) {
     Py_ssize_t length = PyTuple_Size(tuple);
-    if (length < 0 || length > PLACES) return -1;
+    if (length < 0 || !enough(length, needed)) return 0;
     for (Py_ssize_t index = 0; index < length; index++) to[index] = PyLong_AsVoidPtr(PyTuple_GetItem(tuple, index));
-    return PyErr_Occurred() ? -1 : 0;
+    return !PyErr_Occurred();
+}
+
+/* Whether the group has such a rank; an exception is set if not. */
+static int is_rank(ml_group *group, long rank) {
+    if (rank >= 0 && rank < ml_size(group)) return 1;
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "there is no rank %ld in a group of %d", rank, ml_size(group));
+    return 0;
+}
+
+static int is_dtype(long dtype) {
+    if (dtype >= 0 && dtype < ML_DTYPES) return 1;
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "there is no dtype %ld", dtype);
+    return 0;
 }
 
 static void set_shape(ml_call *call, PyObject *shape) {
@@ -52,7 +66,9 @@ static PyObject *control_bytes(PyObject *module, PyObject *size) {
 
 static PyObject *reduces(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     (void)module;
-    return enough(n, 2) ? PyBool_FromLong(ml_reduces((int)PyLong_AsLong(args[0]), (int)PyLong_AsLong(args[1]))) : NULL;
+    if (!enough(n, 2) || !is_dtype(PyLong_AsLong(args[0]))) return NULL;
+    long op = PyLong_AsLong(args[1]);
+    return PyBool_FromLong(op >= 0 && op <= ML_XOR && ml_reduces((int)PyLong_AsLong(args[0]), (int)op));
 }
 
 /* rank, size, address of the control area, addresses of the arenas, their bytes, own arena's file, settings in the order of ml_settings */
@@ -60,12 +76,14 @@ static PyObject *open_group(PyObject *module, PyObject *const *args, Py_ssize_t 
     (void)module;
     void *arenas[PLACES];
     int64_t numbers[PLACES];
-    if (!enough(n, 7) || addresses(args[3], arenas) || integers(args[6], numbers) != 8) return NULL;
+    if (!enough(n, 7)) return NULL;
+    int rank = (int)PyLong_AsLong(args[0]), size = (int)PyLong_AsLong(args[1]), file = (int)PyLong_AsLong(args[5]);
+    if (PyErr_Occurred() || rank < 0 || rank >= size || size > PLACES) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "rank %d of %d", rank, size);
+    if (!addresses(args[3], arenas, size) || !enough(integers(args[6], numbers), 8)) return NULL;
     ml_settings settings = {
         (uint64_t)numbers[0], (uint64_t)numbers[1], (uint64_t)numbers[2], (uint64_t)numbers[3],
         (uint64_t)numbers[4], (uint64_t)numbers[5], (uint32_t)numbers[6], (uint32_t)numbers[7],
     };
-    int rank = (int)PyLong_AsLong(args[0]), size = (int)PyLong_AsLong(args[1]), file = (int)PyLong_AsLong(args[5]);
     void *control = PyLong_AsVoidPtr(args[2]);
     uint64_t capacity = PyLong_AsUnsignedLongLong(args[4]);
     if (PyErr_Occurred()) return NULL;
@@ -76,31 +94,36 @@ static PyObject *open_group(PyObject *module, PyObject *const *args, Py_ssize_t 
 static PyObject *add_window(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     (void)module;
     void *bases[PLACES];
-    if (!enough(n, 3) || addresses(args[1], bases)) return NULL;
-    return number_or_memory(ml_add_window(group_of(args[0]), bases, PyLong_AsUnsignedLongLong(args[2])));
+    ml_group *group = enough(n, 3) ? group_of(args[0]) : NULL;
+    if (!group || !addresses(args[1], bases, ml_size(group))) return NULL;
+    return number_or_memory(ml_add_window(group, bases, PyLong_AsUnsignedLongLong(args[2])));
 }
 
 /* group, kind, op, dtype, root, count, shape, in, out; in and out are an address or a tuple of one for each rank */
 static PyObject *start(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     (void)module;
-    if (!enough(n, 9)) return NULL;
+    ml_group *group = enough(n, 9) ? group_of(args[0]) : NULL;
     void *ins[PLACES], *outs[PLACES];
+    long kind = group ? PyLong_AsLong(args[1]) : -1, op = group ? PyLong_AsLong(args[2]) : -1;
+    if (!group || !is_dtype(PyLong_AsLong(args[3])) || !is_rank(group, PyLong_AsLong(args[4]))) return NULL;
+    int is_reduced = kind == ML_ALL_REDUCE || kind == ML_REDUCE || kind == ML_REDUCE_SCATTER;
+    if (kind < 0 || kind >= ML_ALL_TO_ALL || op < 0 || op > ML_XOR || (is_reduced && !ml_reduces((int)PyLong_AsLong(args[3]), (int)op)))
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there is no call %ld by %ld", kind, op);
     ml_call call = {
-        .kind = (uint8_t)PyLong_AsLong(args[1]), .op = (uint8_t)PyLong_AsLong(args[2]), .dtype = (uint8_t)PyLong_AsLong(args[3]),
+        .kind = (uint8_t)kind, .op = (uint8_t)op, .dtype = (uint8_t)PyLong_AsLong(args[3]),
         .root = (int32_t)PyLong_AsLong(args[4]), .count = PyLong_AsUnsignedLongLong(args[5]),
     };
     set_shape(&call, args[6]);
     if (PyTuple_Check(args[7])) {
-        if (addresses(args[7], ins)) return NULL;
+        if (!addresses(args[7], ins, ml_size(group))) return NULL;
         call.ins = (const void *const *)ins;
     } else
         call.in = PyLong_AsVoidPtr(args[7]);
     if (PyTuple_Check(args[8])) {
-        if (addresses(args[8], outs)) return NULL;
+        if (!addresses(args[8], outs, ml_size(group))) return NULL;
         call.outs = outs;
     } else
         call.out = PyLong_AsVoidPtr(args[8]);
-    ml_group *group = group_of(args[0]);
     return PyErr_Occurred() ? NULL : number_or_memory(ml_start(group, &call));
 }
 
@@ -108,12 +131,13 @@ static PyObject *start(PyObject *module, PyObject *const *args, Py_ssize_t n) {
 static PyObject *start_all_to_all(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     (void)module;
     int64_t to[PLACES], from[PLACES];
-    if (!enough(n, 6) || integers(args[4], to) < 0 || integers(args[5], from) < 0) return NULL;
+    ml_group *group = enough(n, 6) ? group_of(args[0]) : NULL;
+    if (!group || !is_dtype(PyLong_AsLong(args[1])) || !enough(integers(args[4], to), ml_size(group)) || !enough(integers(args[5], from), ml_size(group)))
+        return NULL;
     ml_call call = {
         .kind = ML_ALL_TO_ALL, .dtype = (uint8_t)PyLong_AsLong(args[1]), .in = PyLong_AsVoidPtr(args[2]), .out = PyLong_AsVoidPtr(args[3]),
         .in_sizes = to, .out_sizes = from,
     };
-    ml_group *group = group_of(args[0]);
     return PyErr_Occurred() ? NULL : number_or_memory(ml_start(group, &call));
 }
 
@@ -144,9 +168,9 @@ static PyObject *wait_message(PyObject *module, PyObject *const *args, Py_ssize_
 
 /* group, the other rank, tag, dtype, count, shape, address */
 static PyObject *messaged(PyObject *const *args, Py_ssize_t n, int sends) {
-    if (!enough(n, 7)) return NULL;
-    ml_group *group = group_of(args[0]);
-    int peer = (int)PyLong_AsLong(args[1]);
+    ml_group *group = enough(n, 7) ? group_of(args[0]) : NULL;
+    long peer = group ? PyLong_AsLong(args[1]) : -1;
+    if (!group || ((sends || peer != -1) && !is_rank(group, peer)) || !is_dtype(PyLong_AsLong(args[3]))) return NULL;
     int64_t tag = PyLong_AsLongLong(args[2]);
     ml_call call = {.dtype = (uint8_t)PyLong_AsLong(args[3]), .count = PyLong_AsUnsignedLongLong(args[4])};
     set_shape(&call, args[5]);
@@ -156,7 +180,7 @@ static PyObject *messaged(PyObject *const *args, Py_ssize_t n, int sends) {
         call.in = address;
     else
         call.out = address;
-    return number_or_memory(sends ? ml_send(group, peer, tag, &call) : ml_receive(group, peer, tag, &call));
+    return number_or_memory(sends ? ml_send(group, (int)peer, tag, &call) : ml_receive(group, (int)peer, tag, &call));
 }
 
 static PyObject *send_message(PyObject *module, PyObject *const *args, Py_ssize_t n) {
@@ -194,7 +218,8 @@ static PyObject *aborted_by(PyObject *module, PyObject *handle) {
 
 static PyObject *started(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     (void)module;
-    return enough(n, 2) ? PyLong_FromUnsignedLongLong(ml_started(group_of(args[0]), (int)PyLong_AsLong(args[1]))) : NULL;
+    ml_group *group = enough(n, 2) ? group_of(args[0]) : NULL;
+    return group && is_rank(group, PyLong_AsLong(args[1])) ? PyLong_FromUnsignedLongLong(ml_started(group, (int)PyLong_AsLong(args[1]))) : NULL;
 }
 
 static PyObject *finished(PyObject *module, PyObject *handle) {
@@ -220,18 +245,18 @@ static PyObject *described(const ml_descriptor *found) {
 static PyObject *descriptor(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     (void)module;
     ml_descriptor found;
-    if (!enough(n, 3)) return NULL;
-    if (!ml_descriptor_of(group_of(args[0]), (int)PyLong_AsLong(args[1]), PyLong_AsUnsignedLongLong(args[2]), &found)) return Py_NewRef(Py_None);
-    return described(&found);
+    ml_group *group = enough(n, 3) ? group_of(args[0]) : NULL;
+    if (!group || !is_rank(group, PyLong_AsLong(args[1]))) return NULL;
+    return ml_descriptor_of(group, (int)PyLong_AsLong(args[1]), PyLong_AsUnsignedLongLong(args[2]), &found) ? described(&found) : Py_NewRef(Py_None);
 }
 
-/* group, source, number of a letter that does not fit -> the same of the letter */
+/* group, source, number of a letter that does not fit -> the same of the letter, or None if it makes no sense */
 static PyObject *letter(PyObject *module, PyObject *const *args, Py_ssize_t n) {
     (void)module;
     ml_descriptor found;
-    if (!enough(n, 3)) return NULL;
-    ml_letter_of(group_of(args[0]), (int)PyLong_AsLong(args[1]), PyLong_AsUnsignedLongLong(args[2]), &found);
-    return described(&found);
+    ml_group *group = enough(n, 3) ? group_of(args[0]) : NULL;
+    if (!group || !is_rank(group, PyLong_AsLong(args[1]))) return NULL;
+    return ml_letter_of(group, (int)PyLong_AsLong(args[1]), PyLong_AsUnsignedLongLong(args[2]), &found) ? described(&found) : Py_NewRef(Py_None);
 }
 
 static PyObject *missing_bytes(PyObject *module, PyObject *handle) {

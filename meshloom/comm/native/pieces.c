@@ -22,18 +22,18 @@ static operation *copied(const ml_group *group, const ml_call *call) {
     return operation;
 }
 
-static bool hands_in(const ml_group *group, const ml_call *call) {
+bool ml_hands_in(const ml_call *call, int rank) {
     switch (call->kind) {
     case ML_BARRIER: return false;
     case ML_BROADCAST:
-    case ML_SCATTER: return group->rank == call->root;
-    case ML_GATHER: return group->rank != call->root; /* the destination's own lies where it reads it */
+    case ML_SCATTER: return rank == call->root;
+    case ML_GATHER: return rank != call->root; /* the destination's own lies where it reads it */
     case ML_REDUCE:
     default: return true;
     }
 }
 
-const uint8_t *input_of(const operation *operation, int rank) {
+const uint8_t *ml_input_of(const operation *operation, int rank) {
     const ml_call *call = &operation->call;
     if (operation->ins) return operation->ins[rank];
     return (const uint8_t *)call->in + (has_one_place(call->kind) ? 0 : (uint64_t)rank * call->count * ml_element_bytes(call->dtype));
@@ -41,7 +41,7 @@ const uint8_t *input_of(const operation *operation, int rank) {
 
 static uint64_t payload_bytes(const ml_group *group, const operation *operation, uint64_t length) {
     const ml_call *call = &operation->call;
-    if (!hands_in(group, call)) return 0;
+    if (!ml_hands_in(call, group->rank)) return 0;
     size_t element = ml_element_bytes(call->dtype);
     if (call->kind == ML_ALL_TO_ALL) return (uint64_t)group->size * sizeof(int64_t) + (uint64_t)total(operation->sizes, group->size) * element;
     return (has_one_place(call->kind) ? 1 : (uint64_t)group->size) * rounded(length * element);
@@ -50,20 +50,20 @@ static uint64_t payload_bytes(const ml_group *group, const operation *operation,
 /* Whether the payload lies in a window for good, where all ranks see it. */
 static void find_window(const ml_group *group, operation *operation) {
     const ml_call *call = &operation->call;
-    if (!call->count || !hands_in(group, call) || operation->ins || call->kind == ML_ALL_TO_ALL || call->kind == ML_SCATTER) return;
+    if (!call->count || !ml_hands_in(call, group->rank) || operation->ins || call->kind == ML_ALL_TO_ALL || call->kind == ML_SCATTER) return;
     if (call->kind == ML_ALL_REDUCE && call->in != call->out) return;
     uint64_t bytes = call->count * ml_element_bytes(call->dtype) * (has_one_place(call->kind) ? 1 : (uint64_t)group->size);
     for (int index = 0; index < group->num_windows; index++) {
-        const uint8_t *base = group->windows[index].bases[group->rank], *in = call->in;
-        if (in >= base && in + bytes <= base + group->windows[index].num_bytes) {
+        uint64_t offset = (uint64_t)((uintptr_t)call->in - (uintptr_t)group->windows[index].bases[group->rank]), element = ml_element_bytes(call->dtype);
+        if (is_within(offset, bytes, group->windows[index].num_bytes) && offset % (element < 8 ? element : 8) == 0) {
             operation->window = (uint32_t)index + 1;
-            operation->window_offset = (uint64_t)(in - base);
+            operation->window_offset = offset;
             return;
         }
     }
 }
 
-void let_go(operation *operation) {
+void ml_let_go(operation *operation) {
     if (--operation->pieces) return;
     free(operation->sizes);
     free(operation->outs);
@@ -98,23 +98,23 @@ static void copy_in(ml_group *group, const piece *piece, uint8_t *to) {
     if (call->kind == ML_ALL_TO_ALL) {
         uint64_t table = (uint64_t)group->size * sizeof(int64_t);
         memcpy(to, operation->sizes, table);
-        memcpy(to + table, call->in, (uint64_t)total(operation->sizes, group->size) * element);
+        copy(to + table, call->in, (uint64_t)total(operation->sizes, group->size) * element);
     } else if (has_one_place(call->kind)) {
-        memcpy(to, input_of(operation, group->rank) + piece->first * element, bytes);
+        copy(to, ml_input_of(operation, group->rank) + piece->first * element, bytes);
     } else {
         for (int rank = 0; rank < group->size; rank++)
-            if (rank != group->rank) memcpy(to + (uint64_t)rank * rounded(bytes), input_of(operation, rank) + piece->first * element, bytes);
+            if (rank != group->rank) copy(to + (uint64_t)rank * rounded(bytes), ml_input_of(operation, rank) + piece->first * element, bytes);
     }
 }
 
-bool publish(ml_group *group) {
+bool ml_publish(ml_group *group) {
     uint64_t number = group->published;
     if (number == group->planned) return false;
-    piece *piece = &group->queue[number % group->room];
+    piece *piece = piece_of(group, number);
     const operation *operation = piece->operation;
     const ml_call *call = &operation->call;
     if (group->eager && group->eager + piece->bytes > group->settings.eager_bytes) return false;
-    if (number >= RING && all_finished(group) <= number - RING) return false; /* the descriptor's place is still in use */
+    if (number - group->executed >= RING || (number >= RING && ml_all_finished(group) <= number - RING)) return false; /* the descriptor's place is still in use */
     seat *own = seat_of(group, group->rank);
     ml_descriptor *descriptor = &own->ring[number % RING];
     uint64_t offset = 0;
@@ -124,15 +124,16 @@ bool publish(ml_group *group) {
         offset = operation->window_offset + (has_one_place(call->kind) ? piece->first * ml_element_bytes(call->dtype) : 0);
         if (call->kind != ML_ALL_REDUCE) *drain = number + 1; /* there nobody reads or writes any more once all chunks are done */
     } else if (piece->bytes) {
-        sweep(group);
-        if (!allocate(group, piece->bytes, number, &offset)) {
-            sweep_letters(group);
+        ml_sweep(group);
+        if (!ml_allocate(group, piece->bytes, number, &offset)) {
+            ml_sweep_letters(group);
             if (!group->num_blocks && !group->failure) group->failure = ML_NO_SPACE; /* otherwise there will be room */
             return false;
         }
         copy_in(group, piece, group->arenas[group->rank] + offset);
     }
     group->eager += piece->bytes;
+    *place_of(group, group->rank, number) = (place){offset, operation->window};
     *descriptor = (ml_descriptor){
         .number = number, .count = call->count, .first = piece->first, .length = piece->length, .offset = offset, .window = operation->window,
         .root = call->root, .kind = call->kind, .op = call->op, .dtype = call->dtype, .ndim = call->ndim,
@@ -144,7 +145,7 @@ bool publish(ml_group *group) {
     }
     group->published = number + 1;
     atomic_store_explicit(&own->started, number + 1, memory_order_release);
-    ring_all(group);
+    ml_ring_all(group);
     return true;
 }
 
@@ -164,9 +165,9 @@ int64_t ml_start(ml_group *group, const ml_call *call) {
         planned = plan(group, operation, first, call->count - first < length ? call->count - first : length);
         if (!length) break;
     }
-    let_go(operation);
+    ml_let_go(operation);
     int64_t number = planned ? (int64_t)group->planned - 1 : -1;
-    while (!group->failure && publish(group)) {}
+    while (!group->failure && ml_publish(group)) {}
     pthread_mutex_unlock(&group->lock);
     return number;
 }

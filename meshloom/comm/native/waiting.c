@@ -14,14 +14,14 @@
 static pthread_mutex_t groups_lock = PTHREAD_MUTEX_INITIALIZER;
 static ml_group *groups;
 
-void join_groups(ml_group *group) {
+void ml_join_groups(ml_group *group) {
     pthread_mutex_lock(&groups_lock);
     group->next = groups;
     groups = group;
     pthread_mutex_unlock(&groups_lock);
 }
 
-void leave_groups(ml_group *group) {
+void ml_leave_groups(ml_group *group) {
     pthread_mutex_lock(&groups_lock);
     for (ml_group **link = &groups; *link; link = &(*link)->next)
         if (*link == group) {
@@ -68,13 +68,13 @@ static void ring(ml_group *group, int rank) {
 
 /* After something was published: whoever sleeps looks again. The fence orders what was published before the look at `sleeping`;
  * a sleeper sets `sleeping`, with a fence behind it, before its last look at what is published. One of the two sees the other. */
-void ring_all(ml_group *group) {
+void ml_ring_all(ml_group *group) {
     atomic_thread_fence(memory_order_seq_cst);
     for (int rank = 0; rank < group->size; rank++)
         if (rank != group->rank) ring(group, rank);
 }
 
-void ring_one(ml_group *group, int rank) {
+void ml_ring_one(ml_group *group, int rank) {
     atomic_thread_fence(memory_order_seq_cst);
     ring(group, rank);
 }
@@ -86,8 +86,8 @@ static bool advance_others(ml_group *group) {
     for (ml_group *other = groups; other; other = other->next) {
         if (other == group || pthread_mutex_trylock(&other->lock)) continue;
         if (other->executed < other->planned || other->num_messages) {
-            advance(other);
-            advance_messages(other);
+            ml_advance(other);
+            ml_advance_messages(other);
             left = left || other->executed < other->planned;
             for (size_t index = 0; index < other->num_messages; index++) left = left || !other->messages[index]->over;
         }
@@ -102,11 +102,11 @@ typedef bool condition(ml_group *group, int64_t which);
 static bool is_over(ml_group *group, int64_t number) {
     if (group->executed <= (uint64_t)number) return false;
     /* Peers may still read or write what lies in a window of this rank. Where the mark was overwritten they have all finished. */
-    return group->drain[number % RING] != (uint64_t)number + 1 || all_finished(group) > (uint64_t)number;
+    return group->drain[number % RING] != (uint64_t)number + 1 || ml_all_finished(group) > (uint64_t)number;
 }
 
 static bool has_come(ml_group *group, int64_t id) {
-    message *message = message_of(group, id);
+    message *message = ml_message_of(group, id);
     return !message || message->over || message->failed;
 }
 
@@ -121,8 +121,8 @@ static enum ml_status wait_until(ml_group *group, condition *met, int64_t which,
     uint32_t looks = 0;
     for (;;) {
         pthread_mutex_lock(&group->lock);
-        bool moved = advance(group);
-        moved = advance_messages(group) || moved;
+        bool moved = ml_advance(group);
+        moved = ml_advance_messages(group) || moved;
         bool over = met(group, which);
         enum ml_status status = over ? ML_DONE : state(group);
         pthread_mutex_unlock(&group->lock);
@@ -147,8 +147,8 @@ static enum ml_status wait_until(ml_group *group, condition *met, int64_t which,
         atomic_fetch_add_explicit(&own->sleeping, 1, memory_order_seq_cst);
         atomic_thread_fence(memory_order_seq_cst);
         pthread_mutex_lock(&group->lock);
-        moved = advance(group);
-        moved = advance_messages(group) || moved;
+        moved = ml_advance(group);
+        moved = ml_advance_messages(group) || moved;
         over = met(group, which) || state(group) != ML_WAITING;
         pthread_mutex_unlock(&group->lock);
         if (!moved && !over) sleep_on(&own->bell, seen, left);
@@ -162,7 +162,7 @@ enum ml_status ml_wait_message(ml_group *group, int64_t id, int64_t microseconds
     enum ml_status status = wait_until(group, has_come, id, microseconds);
     if (status != ML_DONE) return status;
     pthread_mutex_lock(&group->lock);
-    message *message = message_of(group, id);
+    message *message = ml_message_of(group, id);
     bool failed = message && message->failed;
     pthread_mutex_unlock(&group->lock);
     return failed ? ML_MISMATCH : ML_DONE;

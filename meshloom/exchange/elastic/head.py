@@ -25,6 +25,7 @@ from meshloom.exchange.elastic.messages import (
     Address,
     Apply,
     Back,
+    Broken,
     Done,
     Drop,
     Give,
@@ -73,7 +74,14 @@ class Restored:
     incarnation: int
 
 
-Event = Update | Snapshot | Restored
+@dataclass(frozen=True, kw_only=True)
+class Expelled:
+    """A push of this worker was not finite: it is not applied, its share is given out again, and the worker is let go for good."""
+
+    worker: int
+
+
+Event = Update | Snapshot | Restored | Expelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +130,7 @@ class Head:
         self.ages: Counter[int] = Counter()
         self.refused = 0  # pushes
         self._events: list[Event] = []
+        self._expelled: set[int] = set()  # what they push would be refused again and again
         self._clear()
         self._ledger = Ledger()
         self._reports: dict[int, Back] | None = {}  # while servers are asked what they have; None: running
@@ -155,6 +164,8 @@ class Head:
                 return self._leave(message)
             case Staged():
                 return self._staged(message)
+            case Broken():
+                return self._broken(message)
             case Kept():
                 return self._kept(message)
             case Back():
@@ -187,6 +198,8 @@ class Head:
     # --- Workers.
 
     def _join(self, worker: int) -> Sent:
+        if worker in self._expelled:
+            return [(Address("worker", worker), Done())]
         if self._reports is not None:
             self._joining[worker] = None
             return []
@@ -251,6 +264,17 @@ class Head:
         if message.server == 0 and message.worker not in self._clocks and message.worker not in self._joining:  # else it has, or gets, another lease
             sent.append((Address("worker", message.worker), Rejoin(ticket=message.ticket)))
         return sent
+
+    def _broken(self, message: Broken) -> Sent:
+        worker = message.worker
+        if worker in self._expelled:  # another server has said it of the same push
+            return []
+        self._expelled.add(worker)
+        self._events.append(Expelled(worker=worker))
+        self._joining.pop(worker, None)
+        self.refused += 1
+        sent = self._forget(worker) + self._give_out() if worker in self._clocks else []
+        return [*sent, (Address("worker", worker), Done())]
 
     def _apply(self, ticket: int, lease: _Lease, push: Staged) -> Sent:
         worker, age = lease.worker, self.version - lease.version

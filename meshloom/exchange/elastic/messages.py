@@ -96,6 +96,14 @@ class Staged:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Broken:
+    """Server -> head: my part of a push is not finite, and I have not kept it."""
+
+    server: int
+    worker: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kept:
     """Server -> head: my part of the snapshot after update `version` is in a safe place."""
 
