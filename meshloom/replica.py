@@ -35,8 +35,9 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.local_sgd import Rounds, TakeMean
 from meshloom.exchange.nothing import Nothing
 from meshloom.exchange.shared import OneForAll
+from meshloom.exchange.sparse import WithSparse
 from meshloom.exchange.zero import ZeroOne
-from meshloom.job import Job
+from meshloom.job import Job, NamedParameters
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis
 from meshloom.modes import Modes
@@ -60,6 +61,7 @@ from meshloom.state.outer_state import load_outer, outer_pieces
 from meshloom.state.pace import Pace
 from meshloom.state.shards import Shards
 from meshloom.state.sharing import why_separate
+from meshloom.state.sparse import make_dense, refuse_sparse_adam, sparse_parameters
 from meshloom.state.tally import Tally
 from meshloom.state.trying import naming
 
@@ -130,6 +132,8 @@ class Replica:
         self.pace = Pace([self.replicas, seat.statistics], seat.device) if plan.shares == "measured" else None
         self.model = build_model(job, seat.device, dtype)
         self._modes = Modes(self.model)
+        if plan.reads:
+            make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
         self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
         self._num_parameters = sum(each.numel() for each in self.model.parameters())
@@ -143,6 +147,7 @@ class Replica:
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}  # what else is expected to have been handed over along them
         self._outer: OuterStep | None = None
+        self._sparse: WithSparse | None = None
         self.exchange: Exchange
         self.rounds: Rounds | None  # where replicas step by themselves
         self.updater: Updater
@@ -452,6 +457,21 @@ class Replica:
         """Bytes that the means of parameters so far handed over along dp."""
         return self.rounds.bytes_so_far() if self.rounds else {}
 
+    def bytes_of_rows(self) -> dict[str, int]:
+        """Bytes that sparse gradients so far handed over along dp, by the rows that there were."""
+        return self._sparse.bytes_so_far() if self._sparse else {}
+
+    def notes(self) -> list[str]:
+        """What the user should know before the first step."""
+        notes = self.updater.notes()
+        if self._sparse and self.plan.dp > 1 and not self.plan.local:
+            most = self._sparse.most_bytes()
+            notes.append(
+                f"Embeddings with sparse=True send the rows that a step uses, so what that takes is known afterwards only (at most {most:,} bytes of gradients "
+                "a step): the predicted bytes at the end are computed from the rows that there were."
+            )
+        return notes
+
     def bytes_of_saves(self) -> dict[str, int]:
         """Bytes that the checkpoints so far handed over along dp."""
         return dict(self._saved_bytes)
@@ -469,19 +489,36 @@ class Replica:
         self._undo.close()
 
     def _open_exchange(self, made: Made | None) -> Exchange:
-        if self.plan.dp == 1 or made is None:
+        if made is None:
             return Alone(self.named)
-        if not self.named:
+        if self.staged:
+            refuse_sparse_adam(made.optimizers, "in models that are read, as tp, pp and recompute do")
+            return self._open_dense(self.named, made)
+        sparse = sparse_parameters(self.model, self.named, made.optimizers)
+        if not sparse.names:
+            return self._open_dense(self.named, made)
+        dense = self._open_dense([(name, each) for name, each in self.named if name not in sparse.names], made, share=False)
+        self._sparse = WithSparse(
+            dense, [(name, each) for name, each in self.named if name in sparse.names], self.replicas if self.plan.dp > 1 and not self.plan.local else None,
+            num_owners=self.plan.servers if self.plan.exchange == "server" else self.plan.dp, kept=sparse.kept, insisted=sparse.insisted,
+        )  # fmt: skip
+        return self._sparse
+
+    def _open_dense(self, named: NamedParameters, made: Made, *, share: bool = True) -> Exchange:
+        """share: whether replicas may have one copy of the parameters."""
+        if self.plan.dp == 1:
+            return Alone(named)
+        if not named:
             return Nothing()
-        by_name = exchange_by_name(self.plan, self.named, self.replicas, apart=self._alike)
+        by_name = exchange_by_name(self.plan, named, self.replicas, apart=self._alike)
         if by_name is not None:
             return by_name
         windows = windows_of(self.replicas) if self.seat.device.type == "cpu" else None
         settings: Any = {"bucket_bytes": self.plan.bucket_bytes, "overlap": self.plan.overlap, "apart": self._alike, "windows": windows}
-        if windows is not None and self._share and not why_separate(made, self.named):
+        if windows is not None and share and self._share and not why_separate(made, named):
             copies = partial(OneForAll, windows=windows, frozen=self._frozen)
-            return ZeroOne(self.named, self.replicas, copies=copies, **settings)
-        return (ZeroOne if self.plan.zero else AllReduce)(self.named, self.replicas, **settings)
+            return ZeroOne(named, self.replicas, copies=copies, **settings)
+        return (ZeroOne if self.plan.zero else AllReduce)(named, self.replicas, **settings)
 
     def _open_rounds(self) -> Rounds | None:
         if not self.plan.local:

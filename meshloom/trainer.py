@@ -177,7 +177,7 @@ class Trainer:
             copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
             summed = f"; replicas add up by {self.plan.algorithm}, on messages" if self.plan.algorithm else ""
             self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}{summed}"))
-            for note in self.replicas[0].updater.notes():
+            for note in self.replicas[0].notes():
                 self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
             self._enter("between steps")
             self._stack = building.pop_all()
@@ -539,6 +539,7 @@ class Trainer:
 
         add(replica.bytes_of_saves(), 1)
         add(replica.bytes_of_rounds(), 1)
+        add(replica.bytes_of_rows(), 1)
         add(replica.bytes_per_step(), self._clock.num_steps)
         if self.plan.dp > 1:
             add({"all_gather": replica.bytes_per_check()}, self._checks)

@@ -21,8 +21,10 @@ from meshloom.comm.turns import run_in_steps
 from meshloom.exchange.exchange import Slice
 from meshloom.job import Job
 from meshloom.state.checkpoint import Piece
+from meshloom.state.made import make_optimizers
 from meshloom.state.model import build_model
 from meshloom.state.optimizer import Updater
+from meshloom.state.sparse import refuse_sparse_adam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +77,14 @@ class Parameters:
         self._slices = divide_over_servers(named, num_servers, whole=whole)[number]
         self._alone = simulated_groups(1)[0]
         here = {each.name for each in self._slices}
+        made = make_optimizers(job, named)
+        refuse_sparse_adam(made.optimizers, "in messages of exchange=async")
         self._updater = Updater(
             replace(job, clip_grad_norm=None),  # see `_scale`
             named,
             _Ownership(owned=self._slices, owners=self._alone if num_servers > 1 else None),
             parts=[(name, each) for name, each in named if name in here],
+            made=made,
         )
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if number == 0 else {}
         self._first = number == 0

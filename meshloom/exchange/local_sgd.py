@@ -110,7 +110,7 @@ class Rounds:
             mine = gradients[name]
             flat = parameter.new_zeros(parameter.numel() + 1, requires_grad=False)
             if mine is not None:
-                flat[:-1] = mine.reshape(-1)
+                flat[:-1] = mine.to_dense().reshape(-1)
                 flat[-1] = 1
             work = self._group.all_reduce(flat)
             yield

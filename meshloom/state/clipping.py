@@ -38,8 +38,13 @@ def clip(
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # NaN stays NaN, and shows in the loss
     for gradient in gradients:
         if gradient is not None:
-            gradient.mul_(factor)
+            elements_of(gradient).mul_(factor)
     return float(norm)
+
+
+def elements_of(gradient: Tensor) -> Tensor:
+    """What a gradient consists of, sharing its memory: all elements, or those of the rows that a sparse one has, each once."""
+    return gradient if gradient.layout == torch.strided else gradient._values()  # pyright: ignore[reportPrivateUsage]  (`values` wants a mark of that)
 
 
 def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -48,7 +53,7 @@ def sum_of_squares(gradients: Sequence[Tensor | None], device: torch.device) -> 
     Norms of short blocks in the gradient's own precision, then float64: as cheap as one float32 norm, whose error over ten million
     elements is 4e-4 on a CPU, and as right as float64 throughout, which takes thirty times as long.
     """
-    norms = [norm for gradient in gradients if gradient is not None for norm in _block_norms(gradient)]
+    norms = [norm for gradient in gradients if gradient is not None for norm in _block_norms(elements_of(gradient))]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.cat([norm.reshape(-1) for norm in norms]).double().square().sum()

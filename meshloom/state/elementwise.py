@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from meshloom.random import preserved_draws
 
@@ -56,7 +56,7 @@ def reach(optimizer: Optimizer, *, elementwise: bool | None = None) -> Reach:
 
     elementwise: the answer to `is_elementwise`, if the user gave one.
     """
-    if elementwise:
+    if elementwise or isinstance(optimizer, SparseAdam):  # it takes no dense gradients, and updates each element that was used by itself
         return "element"
     with _undisturbed(optimizer):
         try:

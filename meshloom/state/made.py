@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer
 
 from meshloom.errors import JobError
 from meshloom.job import Job, NamedParameters
@@ -90,8 +90,6 @@ def _check(made: Any, names: Mapping[int, str]) -> list[Optimizer]:
             raise JobError(
                 "LBFGS evaluates the loss several times in a step, which is not supported. Use one that steps once per gradient, such as AdamW."
             )
-        if isinstance(optimizer, SparseAdam):
-            raise JobError("SparseAdam needs sparse gradients, and gradients are exchanged dense. Use Adam, and sparse=False in embeddings.")
         parameters: list[nn.Parameter] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not parameters:
             raise JobError(f"{type(optimizer).__name__} (optimizer {index}) has no parameters. Give it at least one, or leave it out.")

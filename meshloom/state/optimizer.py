@@ -107,7 +107,7 @@ class Updater:
         before = [(target, target.grad) for target in (*self._targets, *self._kept) if target is not None]
         for target, gradient in zip(self._targets, gradients, strict=True):
             if target is not None:
-                target.grad = None if gradient is None else gradient.view(target.shape)
+                target.grad = gradient if gradient is None or gradient.layout != torch.strided else gradient.view(target.shape)
         if self._whole:
             yield from self._whole.fetch(gradients)
         if self._from_parts:

@@ -5,7 +5,7 @@ is measured by the rest. a is the plan's, b is one device's.
 
     loss        |a - b| / mean size of a chunk's loss
     norm        of the whole gradient before clipping
-    gradient    averaged, before clipping; None on one side only is an infinite error
+    gradient    averaged, before clipping; None on one side only is an infinite error, and so are other rows of a sparse one
     buffer      after the step; integers must be equal
     parameter   after the step
     update      the parameter's change in this step, which shows what a small learning rate hides in the parameter
@@ -162,9 +162,17 @@ def gradient_error(ours: Gradients, one: Gradients, name: str, largest: float | 
     a, b = ours.get(name), one.get(name)
     if a is None or b is None:
         return 0.0 if a is b else math.inf
+    if a.is_sparse and b.is_sparse and not _same_rows(a, b):
+        return math.inf
+    a, b = a.to_dense(), b.to_dense()
     if not bool(b.isfinite().all()):
         return math.inf
     return _error(a, b, FLOOR * (_largest(one) if largest is None else largest))
+
+
+def _same_rows(a: Tensor, b: Tensor) -> bool:
+    """Whether sparse gradients say of the same rows that they were used: those are what SparseAdam updates."""
+    return a.shape == b.shape and torch.equal(a.coalesce().indices(), b.coalesce().indices())
 
 
 def _buffer_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterator[TensorError]:
@@ -202,7 +210,8 @@ def _has_fractions(tensor: Tensor) -> bool:
 
 def _wide(tensor: Tensor) -> Tensor:
     """In float64; of complex numbers real and imaginary part, as each may be infinite by itself."""
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+    dense = tensor.to_dense()
+    return (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double()
 
 
 def _norm(tensor: Tensor) -> float:

@@ -219,7 +219,9 @@ def _from_norm(comparison: Comparison, ours: StepRecord, one: StepRecord, eviden
         return []
     of = f"The gradients agree, but their norm, by which they are clipped, is {norm:.6g} instead of {right:.6g}"
     names = [name for name in evidence.tied if one.gradients.get(name) is not None]
-    tied = sum(len(evidence.tied[name]) * float(each.double().square().sum()) for name in names if (each := one.gradients[name]) is not None)
+    tied = sum(
+        len(evidence.tied[name]) * float(each.to_dense().double().square().sum()) for name in names if (each := one.gradients[name]) is not None
+    )
     if tied and math.isclose(norm, math.sqrt(right**2 + tied), rel_tol=1e-4):
         return [Cause("tied", f"{of}: tied parameters ({_names(names)}) are counted once per name.")]
     if any(math.isclose(norm, factor * right, rel_tol=1e-4) for factor in (evidence.plan.dp, math.sqrt(evidence.plan.dp)) if factor > 1):

@@ -87,7 +87,8 @@ def thin(gradients: Gradients) -> dict[str, Tensor | None]:
 
 def thinned(tensor: Tensor) -> Tensor:
     """See `thin`."""
-    flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+    dense = tensor.to_dense()
+    flat = torch.view_as_real(dense).reshape(-1) if dense.is_complex() else dense.reshape(-1)
     return flat[:: max(1, -(-flat.numel() // ELEMENTS))].detach().to("cpu", torch.float64)
 
 

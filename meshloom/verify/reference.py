@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import default_collate
 
@@ -148,11 +149,13 @@ class Reference:
             factor = min(1.0, self.job.clip_grad_norm / (_norm(self._gradients()) + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad *= factor
+                    parameter.grad = parameter.grad * factor
         loss = self._loss_sum / self._weight
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
             for optimizer in self._optimizers:
+                if not isinstance(optimizer, SparseAdam):  # the others compute the same from dense gradients, if they take sparse ones at all
+                    _make_dense(optimizer)
                 with CastWatch(self.precision, optimizer=type(optimizer).__name__) as in_optimizer:
                     optimizer.step()
                 casts += in_optimizer.casts
@@ -312,11 +315,11 @@ class Reference:
     def _divide(self, weight: float) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad /= weight
+                parameter.grad = parameter.grad / weight
 
     def _gradients(self) -> Gradients:
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        return {name: None if parameter.grad is None else parameter.grad.detach().clone() for name, parameter in named}
+        return {name: None if parameter.grad is None else _copy(parameter.grad) for name, parameter in named}
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_parameters()
@@ -356,8 +359,21 @@ def _as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
 
 def _norm(gradients: Mapping[str, Tensor | None]) -> float:
     """2-norm of the whole gradient, in float64: in float32 it is off by 4e-4 for ten million elements."""
-    flat = [torch.view_as_real(each) if each.is_complex() else each for each in gradients.values() if each is not None]
+    elements = [each.coalesce().values() if each.is_sparse else each for each in gradients.values() if each is not None]
+    flat = [torch.view_as_real(each) if each.is_complex() else each for each in elements]
     return math.sqrt(sum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in flat))
+
+
+def _copy(gradient: Tensor) -> Tensor:
+    """Of a sparse one each row once."""
+    return gradient.detach().coalesce().clone() if gradient.is_sparse else gradient.detach().clone()
+
+
+def _make_dense(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
 
 
 def _precision(model: nn.Module) -> torch.dtype:

@@ -1,0 +1,261 @@
+"""Gradients of few rows (`nn.Embedding(sparse=True)`) travel as the rows' numbers and values, or dense where that is shorter.
+
+    rank 0    rows 7, 2       values [2, width]       counts: 2, 1, 0   (all ranks learn them first, and so decide alike)
+    rank 1    row  7          values [1, width]       sum: row 2 of rank 0, row 7 of rank 0 + that of rank 1
+    rank 2    not used
+
+Every rank gets all rows and adds them up in the order of ranks, so the sum has the same bits everywhere. Which rows were used is part of the gradient,
+also where a row's values are 0: an optimizer such as SparseAdam updates those rows and no others. All other parameters are left to another exchange.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group, Work
+from meshloom.comm.turns import Steps
+from meshloom.errors import TrainingError
+from meshloom.exchange.exchange import Exchange, Slice
+
+NOT_USED = -1
+
+
+class WithSparse(Exchange):
+    """`inner` for dense gradients; those of `named` are sparse, with one sparse dim: the first.
+
+    group: the replicas; None: this replica agrees with itself alone. num_owners: where `inner` has owners, of how many, the first ones: each owns an even
+    share of the elements of `named` too.
+    kept: of whose gradients the optimizer wants to see the sparse form, by name: `finish` gives these as sparse tensors, of the parameter's shape where all of
+    it is owned, else of one dim. insisted: where it takes no other, so that a dense gradient is an error.
+    """
+
+    def __init__(
+        self,
+        inner: Exchange,
+        named: Sequence[tuple[str, nn.Parameter]],
+        group: Group | None,
+        *,
+        num_owners: int,
+        kept: Collection[str],
+        insisted: Collection[str],
+    ) -> None:
+        self._inner, self._named, self._group = inner, list(named), group
+        self._kept, self._insisted = frozenset(kept), frozenset(insisted)
+        self._num_owners = num_owners if inner.owners is not None else 1
+        here = group.rank if group is not None and inner.owners is not None else 0
+        self._shares = [[_share(name, each, owner, self._num_owners) for name, each in self._named] for owner in range(self._num_owners)]
+        self._mine = [each for each in self._shares[here] if each.start < each.stop] if here < self._num_owners else []
+        self._arrived: dict[int, list[Tensor]] = {}  # by id of the parameter, of every chunk so far
+        self._whole: dict[str, Tensor | None] = {}  # of the newest step, averaged
+        self._sent: Counter[str] = Counter()
+
+    @property
+    def owned(self) -> Sequence[Slice]:
+        return [*self._inner.owned, *self._mine]
+
+    @property
+    def owners(self) -> Group | None:
+        return self._inner.owners
+
+    @property
+    def one_copy(self) -> bool:
+        assert not self._inner.one_copy, "what is updated by rows is each replica's own"
+        return False
+
+    def open(self) -> Steps[None]:
+        yield from self._inner.open()
+
+    def begin_step(self) -> None:
+        self._inner.begin_step()
+        self._arrived = {id(parameter): [] for _, parameter in self._named}
+        for _, parameter in self._named:
+            parameter.grad = None
+
+    def begin_last_chunk(self) -> None:
+        self._inner.begin_last_chunk()
+
+    def room(self, parameter: Tensor) -> None:
+        return None
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        if id(parameter) not in self._arrived:
+            self._inner.gradient_ready(parameter)
+        elif parameter.grad is not None:
+            self._arrived[id(parameter)].append(parameter.grad)
+            parameter.grad = None
+
+    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+        for _, parameter in self._named:
+            self.gradient_ready(parameter)  # one that nobody called ready
+        mine = [self._add_up(name, parameter) for name, parameter in self._named]
+        self._arrived = {id(parameter): [] for _, parameter in self._named}
+        dense = yield from self._inner.finish(weight)
+        sums = (yield from self._sum(mine, self._group)) if self._group is not None else mine
+        divisor = float(weight)
+        for total in sums if divisor != 1.0 else ():
+            if total is not None:
+                total.values().div_(divisor)
+        self._whole = {name: total for (name, _), total in zip(self._named, sums, strict=True)}
+        return [*dense, *(self._of_slice(each) for each in self._mine)]
+
+    def publish(self) -> Steps[None]:
+        yield from self._inner.publish()
+        if self._group is None or self._num_owners == 1:
+            return
+        works: list[Work] = []
+        for owner, shares in enumerate(self._shares):
+            for each in shares:
+                if each.start < each.stop:
+                    works.append(self._group.broadcast(each.data(), owner))
+                    self._sent["broadcast"] += (each.stop - each.start) * each.parameter.element_size()
+        yield
+        for work in works:
+            work.wait()
+
+    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
+        found = yield from self._inner.full_gradients(gradients[: len(gradients) - len(self._mine)])
+        for name, total in self._whole.items():
+            found[name] = total if total is None or name in self._kept else total.to_dense()
+        return found
+
+    def bytes_per_step(self) -> dict[str, int]:
+        return self._inner.bytes_per_step()
+
+    def bytes_once(self) -> dict[str, int]:
+        return self._inner.bytes_once()
+
+    def bytes_so_far(self) -> dict[str, int]:
+        """Bytes that the gradients of rows, and what became of them, have handed to each kind of collective: known from the rows that came, not before."""
+        return dict(self._sent)
+
+    def most_bytes(self) -> int:
+        """That a step can hand over for the gradients of rows, if all rows are used: what a dense exchange would take, and a flag per row."""
+        return sum(8 + len(each) * (_width(each) + 1) * each.element_size() for _, each in self._named)
+
+    def _add_up(self, name: str, parameter: nn.Parameter) -> Tensor | None:
+        """This replica's gradient over all chunks, each row once, in order."""
+        arrived = self._arrived[id(parameter)]
+        if name in self._insisted and any(each.layout == torch.strided for each in arrived):
+            raise TrainingError(
+                f"The gradient of {name} is dense, and its optimizer (SparseAdam) takes sparse ones only. Give it a dense optimizer such as Adam, or use "
+                "the parameter in nn.Embedding(sparse=True) alone, not also as another layer's weight."
+            )
+        sparse = [_of_rows(each) for each in arrived]
+        return (
+            _coalesced(torch.cat([each.indices()[0] for each in sparse]), torch.cat([each.values() for each in sparse]), parameter)
+            if sparse
+            else None
+        )
+
+    def _sum(self, mine: Sequence[Tensor | None], group: Group) -> Steps[list[Tensor | None]]:
+        """Of all ranks, the same bits on each."""
+        device = self._named[0][1].device
+        counts = torch.tensor([NOT_USED if each is None else each.values().shape[0] for each in mine], dtype=torch.int64, device=device)
+        everyone = counts.new_empty(group.size * len(mine))
+        work = group.all_gather(everyone, counts)
+        yield
+        work.wait()
+        self._sent["all_gather"] += counts.nbytes
+        table: list[list[int]] = everyone.view(group.size, len(mine)).T.tolist()
+        sums = [self._start(each, parameter, used, group) for each, (_, parameter), used in zip(mine, self._named, table, strict=True)]
+        yield
+        return [each.finish() if each is not None else None for each in sums]
+
+    def _start(self, mine: Tensor | None, parameter: nn.Parameter, counts: list[int], group: Group) -> _Rows | _Dense | None:
+        """counts: of rows, by rank."""
+        most = max(counts)
+        if most == NOT_USED:
+            return None
+        width, itemsize, n = _width(parameter), parameter.element_size(), group.size
+        # What a rank receives: all ranks' rows, or twice a dense sum's (n - 1)/n, with a flag for each row.
+        if n * most * (8 + width * itemsize) <= 2 * len(parameter) * (width + 1) * itemsize:
+            self._sent["all_gather"] += most * (8 + width * itemsize)
+            return _Rows(mine, parameter, counts, group)
+        self._sent["all_reduce"] += len(parameter) * (width + 1) * itemsize
+        return _Dense(mine, parameter, group)
+
+    def _of_slice(self, owned: Slice) -> Tensor | None:
+        total = self._whole[owned.name]
+        if total is None:
+            return None
+        if owned.name not in self._kept:
+            return total.to_dense().reshape(-1)[owned.start : owned.stop]
+        if owned.whole:
+            return total.clone()  # clipping scales it, and `full_gradients` is before that
+        width = _width(owned.parameter)
+        at = (total.indices()[0][:, None] * width + torch.arange(width, device=total.device)).reshape(-1)
+        inside = (at >= owned.start) & (at < owned.stop)
+        values = total.values().reshape(-1)[inside]
+        # Not marked as coalesced, although it is: adding such a one of one dim to a view, torch 2.13 writes beyond the view (twice its offset).
+        return torch.sparse_coo_tensor((at[inside] - owned.start)[None], values, (owned.stop - owned.start,), check_invariants=False)
+
+
+class _Rows:
+    """A sum that is gathered as rows; what a rank has fewer than the others is filled up."""
+
+    def __init__(self, mine: Tensor | None, parameter: nn.Parameter, counts: Sequence[int], group: Group) -> None:
+        self._parameter, self._counts = parameter, [max(0, count) for count in counts]
+        most, width, own = max(self._counts), _width(parameter), self._counts[group.rank]
+        indices = torch.zeros(most, dtype=torch.int64, device=parameter.device)
+        values = torch.zeros(most, width, dtype=parameter.dtype, device=parameter.device)
+        if mine is not None:
+            indices[:own] = mine.indices()[0]
+            values[:own] = mine.values().reshape(own, width)
+        self._indices, self._values = indices.new_empty(group.size * most), values.new_empty(group.size * most * width)
+        self._works = [group.all_gather(self._indices, indices), group.all_gather(self._values, values.view(-1))]
+
+    def finish(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        n, most = len(self._counts), max(self._counts)
+        indices, values = self._indices.view(n, most), self._values.view(n, most, *self._parameter.shape[1:])
+        return _coalesced(
+            torch.cat([indices[rank, :count] for rank, count in enumerate(self._counts)]),
+            torch.cat([values[rank, :count] for rank, count in enumerate(self._counts)]),
+            self._parameter,
+        )
+
+
+class _Dense:
+    """A sum over all rows, with a column that says which of them any rank has used."""
+
+    def __init__(self, mine: Tensor | None, parameter: nn.Parameter, group: Group) -> None:
+        self._parameter = parameter
+        self._flat = torch.zeros(len(parameter), _width(parameter) + 1, dtype=parameter.dtype, device=parameter.device)
+        if mine is not None:
+            rows = mine.indices()[0]
+            self._flat[rows, :-1] = mine.values().reshape(len(rows), -1)
+            self._flat[rows, -1] = 1
+        self._work = group.all_reduce(self._flat)
+
+    def finish(self) -> Tensor:
+        self._work.wait()
+        rows = self._flat[:, -1].nonzero()[:, 0]
+        return _coalesced(rows, self._flat[rows, :-1].reshape(-1, *self._parameter.shape[1:]), self._parameter)
+
+
+def _share(name: str, parameter: nn.Parameter, owner: int, num_owners: int) -> Slice:
+    n = parameter.numel()
+    return Slice(name, parameter, n * owner // num_owners, n * (owner + 1) // num_owners)
+
+
+def _width(parameter: Tensor) -> int:
+    """Elements of a row."""
+    return parameter[:1].numel()
+
+
+def _of_rows(gradient: Tensor) -> Tensor:
+    """Coalesced, with one sparse dim. A dense gradient's rows of zeros count as not used."""
+    if gradient.layout != torch.strided and gradient.sparse_dim() == 1:
+        return gradient.coalesce()
+    dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+    return dense.to_sparse(1).coalesce()
+
+
+def _coalesced(rows: Tensor, values: Tensor, parameter: Tensor) -> Tensor:
+    """The sum of rows [n] with values [n, ...] as a gradient of the parameter."""
+    return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()

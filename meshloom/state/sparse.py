@@ -1,0 +1,69 @@
+"""Which parameters get sparse gradients, and which optimizers see them as such."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from meshloom.errors import JobError
+from meshloom.job import NamedParameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse:
+    """names: of parameters whose gradients are of few rows. kept: of those, whose optimizers see them so. insisted: that take no others."""
+
+    names: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    insisted: frozenset[str] = frozenset()
+
+
+def sparse_parameters(model: nn.Module, named: NamedParameters, optimizers: Sequence[Optimizer]) -> Sparse:
+    """Trainable parameters that are an embedding's with sparse=True, or SparseAdam's.
+
+    SparseAdam, and SGD and Adagrad with settings that leave rows alone which were not used, get sparse gradients, as on one device; others get
+    the same numbers dense, so that Adam and its like can be used too.
+    """
+    of_modules = {id(each) for each in map(sparse_weight, model.modules()) if each is not None}
+    optimizer_of = {id(each): optimizer for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    names = {name for name, each in named if id(each) in of_modules or isinstance(optimizer_of.get(id(each)), SparseAdam)}
+    owner = {name: optimizer_of.get(id(each)) for name, each in named if name in names}
+    return Sparse(
+        names=frozenset(names),
+        kept=frozenset(name for name, optimizer in owner.items() if optimizer is not None and _takes_rows(optimizer)),
+        insisted=frozenset(name for name, optimizer in owner.items() if isinstance(optimizer, SparseAdam)),
+    )
+
+
+def sparse_weight(module: nn.Module) -> Tensor | None:
+    """The module's parameter whose gradient is sparse."""
+    return module.weight if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse else None
+
+
+def make_dense(model: nn.Module) -> None:
+    """Let embeddings have dense gradients, of the same numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
+
+
+def refuse_sparse_adam(optimizers: Sequence[Optimizer], where: str) -> None:
+    """Raise `JobError` where gradients are dense. where: as the end of a sentence."""
+    if any(isinstance(optimizer, SparseAdam) for optimizer in optimizers):
+        raise JobError(
+            f"SparseAdam needs sparse gradients, and gradients are dense {where}. Use a plan of dp alone (zero=1 and exchange=server too), "
+            "or an optimizer such as Adam for these parameters."
+        )
+
+
+def _takes_rows(optimizer: Optimizer) -> bool:
+    """Whether it takes sparse gradients, and keeps no sparse state."""
+    if isinstance(optimizer, SparseAdam):
+        return True
+    if type(optimizer) not in (SGD, Adagrad):
+        return False
+    groups = optimizer.param_groups
+    return not any(group.get(name) for group in groups for name in ("weight_decay", "momentum", "nesterov", "fused", "foreach", "differentiable"))

@@ -1,0 +1,248 @@
+"""Embeddings with sparse gradients under dp: one device's numbers, whatever travels; refused by name where they cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adagrad, AdamW, SparseAdam
+
+from meshloom.errors import JobError, TrainingError
+from meshloom.exchange import sparse
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.report.progress import QUIET, Listener
+from meshloom.trainer import Trainer
+from meshloom.verify.run import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's, of its own Adagrad and SparseAdam
+
+# What travels: 300 rows of which a step uses at most 20 are sent as rows, 9 rows dense.
+SIZES = {"rows": 300, "dense": 9}
+PLANS = ["dp=1,microbatches=2", "dp=2", "dp=3,microbatches=2", "dp=2,zero=1", "dp=3,exchange=server,servers=2", "dp=3,exchange=ring"]
+TOLERANCE: Any = {"rtol": 1e-11, "atol": 1e-13}  # float64, another order of sums
+
+
+class Words(nn.Module):
+    """Two tables of odd widths, one for bags; `silent` rows give a gradient of zeros, `never` is not used."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(num_rows, 5, sparse=True)
+        self.bags = nn.EmbeddingBag(num_rows, 3, mode="mean", sparse=True)
+        self.never = nn.Embedding(4, 2, sparse=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        looked_up = self.table(x) * (x % 3 != 0)[..., None]  # of a third of the rows the gradient is 0, and yet they are used
+        return self.last(torch.tanh(torch.cat([looked_up.mean(1), self.bags(x)], dim=1)))
+
+
+def sparse_adam(named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    return [
+        SparseAdam([each for name, each in named if not name.startswith("last")], lr=0.05),
+        AdamW([each for name, each in named if name.startswith("last")], lr=0.05),
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SparseAdam": sparse_adam,
+    "SGD": lambda named: SGD([each for _, each in named], lr=0.5),
+    "momentum": lambda named: SGD([each for _, each in named], lr=0.5, momentum=0.9, weight_decay=0.01),
+    "Adagrad": lambda named: Adagrad([each for _, each in named], lr=0.1),
+    "AdamW": lambda named: AdamW([each for _, each in named], lr=0.05),
+}
+
+
+def job(optimizer: str, size: str = "rows", **more: Any) -> Job:
+    generator = torch.Generator().manual_seed(5)
+    samples = [{"x": torch.randint(0, SIZES[size], (4,), generator=generator), "y": torch.randint(0, 3, (), generator=generator)} for _ in range(23)]
+    return Job(
+        model=lambda: Words(SIZES[size]),
+        loss=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+        optimizer=OPTIMIZERS[optimizer],
+        data=lambda: samples,
+        **{"batch_size": 5, "steps": 9, **more},  # the last batch of an epoch has 3 samples: with dp=3,microbatches=2 some chunks have none
+    )
+
+
+def trained(the_job: Job, plan: str, **more: Any) -> tuple[dict[str, Tensor], Any]:
+    """Parameters after all steps in float64, and the summary."""
+    with Trainer(the_job, plan, devices="simulated", dtype=torch.float64, listener=QUIET, **more) as trainer:
+        summary = trainer.fit()
+        return {name: each.clone() for name, each in trainer.replicas[-1].model.state_dict().items()}, summary
+
+
+def one_device(the_job: Job, optimizer: str) -> dict[str, Tensor]:
+    """A plain loop over the same batches, each of them one chunk. Adam and its like cannot take sparse gradients: they get dense ones."""
+    with Trainer(the_job, "dp=1", devices="simulated", dtype=torch.float64, listener=QUIET) as trainer:
+        model = Words(the_job.model().table.num_embeddings).double()  # type: ignore[attr-defined]
+        model.load_state_dict(trainer.replicas[0].model.state_dict())
+        batches = [batch.shares[0][0].data for batch in _read(trainer)]
+    made = the_job.optimizer(list(model.named_parameters()))
+    for batch in batches:
+        model.zero_grad()
+        the_job.loss(model, batch).backward()  # type: ignore[union-attr]
+        if optimizer not in ("SparseAdam", "SGD", "Adagrad"):
+            for each in model.parameters():
+                each.grad = None if each.grad is None else each.grad.to_dense()
+        if the_job.clip_grad_norm is not None:
+            present = [each for each in model.parameters() if each.grad is not None]
+            norm = torch.stack([each.grad.to_dense().norm() for each in present]).norm()  # type: ignore[union-attr]
+            for each in present:
+                each.grad = each.grad * (the_job.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # type: ignore[operator]
+        for each in made if isinstance(made, list) else [made]:
+            each.step()
+    return {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+
+def _read(trainer: Trainer) -> list[Any]:
+    found: list[Any] = []
+    for batch in trainer.batches():
+        found.append(batch)
+        trainer.next_step = batch.step + 1
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("size", list(SIZES))
+@pytest.mark.parametrize("optimizer", ["SparseAdam", pytest.param("SGD", marks=pytest.mark.long), pytest.param("Adagrad", marks=pytest.mark.long)])
+def test_a_sparse_step_is_one_device_s(optimizer: str, size: str, plan: str) -> None:
+    """Under dp they ended in "Cannot access storage of SparseTensorImpl", and SparseAdam was refused. Clipping counts each row once."""
+    the_job = job(optimizer, size, clip_grad_norm=0.3)
+    found, summary = trained(the_job, plan)
+    expected = one_device(the_job, optimizer)
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+    assert summary.predicted == summary.counted
+    assert torch.equal(found["never.weight"], one_device(replace(the_job, steps=1), optimizer)["never.weight"])
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
+def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str) -> None:
+    the_job = job(optimizer)
+    expected = one_device(the_job, optimizer)
+    for plan in ("dp=3", "dp=2,zero=1"):
+        found, _ = trained(the_job, plan)
+        for name, each in expected.items():
+            torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2", "dp=2,pp=2"])
+def test_models_that_are_read_have_the_same_numbers_dense(plan: str) -> None:
+    class Looked(Words):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(torch.cat([self.table(x).mean(1), self.table(x).mean(1)[:, :3]], dim=1)))
+
+    the_job = replace(job("SGD", steps=3, batch_size=6), model=lambda: Looked(30), data=lambda: _small(30))
+    for name, each in trained(the_job, "dp=1")[0].items():
+        torch.testing.assert_close(trained_whole(the_job, plan)[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _small(rows: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [{"x": torch.randint(0, rows, (4,), generator=generator), "y": torch.randint(0, 3, (), generator=generator)} for _ in range(18)]
+
+
+def trained_whole(the_job: Job, plan: str) -> dict[str, Tensor]:
+    with Trainer(the_job, plan, devices="simulated", dtype=torch.float64, listener=QUIET) as trainer:
+        trainer.fit()
+        return dict(trainer.together(lambda replica: replica.whole_state())[0])
+
+
+def test_what_is_not_possible_is_refused_by_name() -> None:
+    for plan in ("tp=2", "pp=2", "dp=2,exchange=async"):
+        with pytest.raises(JobError, match="SparseAdam needs sparse gradients, and gradients are dense in .* Use a plan of dp alone"):
+            trained(job("SparseAdam"), plan)
+
+    class Tied(Words):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.table(x).mean(1), self.table.weight[:3]) + 0 * self.last.weight.sum()
+
+    with pytest.raises(TrainingError, match=r"The gradient of table\.weight is dense, and its optimizer \(SparseAdam\) takes sparse ones only"):
+        trained(replace(job("SparseAdam"), model=lambda: Tied(300)), "dp=2")
+
+
+@pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad"])
+def test_a_run_goes_on_under_another_plan(optimizer: str, tmp_path: Path) -> None:
+    the_job = job(optimizer)
+    expected = one_device(the_job, optimizer)
+    trained(replace(the_job, steps=4), "dp=2,zero=1", out=tmp_path)
+    trained(replace(the_job, steps=7), "dp=3,exchange=server,servers=2", out=tmp_path / "next", resume=tmp_path)
+    found, _ = trained(the_job, "dp=2", resume=tmp_path / "next")
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_run_says_that_its_bytes_depend_on_the_rows() -> None:
+    notes: list[str] = []
+    with Trainer(job("SparseAdam"), "dp=2", devices="simulated", listener=Listener(started=lambda text: None, note=notes.append)):
+        pass
+    assert any("send the rows that a step uses" in note and "at most" in note for note in notes), notes
+
+
+# --- Verification.
+
+
+def verified(the_job: Job, plan: str) -> bool:
+    report = verify(the_job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    return report.passed
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=3,zero=1,microbatches=2"])
+def test_sparse_gradients_are_verified(plan: str) -> None:
+    """The reference ended in "Could not run aten::linalg_vector_norm"."""
+    assert verified(job("SparseAdam", clip_grad_norm=0.3), plan)
+
+
+def test_a_lost_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the last rank's last row is forgotten; and rows that were used count as not used where their values are 0."""
+    original = sparse._coalesced  # pyright: ignore[reportPrivateUsage]
+
+    def forgetful(rows: Tensor, values: Tensor, parameter: Tensor) -> Tensor:
+        return original(rows[:-1], values[:-1], parameter)
+
+    def careless(rows: Tensor, values: Tensor, parameter: Tensor) -> Tensor:
+        used = (values != 0).flatten(1).any(1)
+        return original(rows[used], values[used], parameter)
+
+    for planted in (forgetful, careless):
+        monkeypatch.setattr(sparse, "_coalesced", planted)
+        assert not verified(job("SparseAdam"), "dp=2")
+
+
+# --- Processes.
+
+
+def _on_processes(plan: str, transport: str) -> dict[str, Tensor]:
+    with Trainer(job("SparseAdam", clip_grad_norm=0.3), plan, devices="cpu", dtype=torch.float64, transport=transport, listener=QUIET) as trainer:
+        summary = trainer.fit()
+        assert summary.predicted == summary.counted
+        return {name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("plan", "transport"),
+    [
+        ("dp=2,zero=1", "auto"),
+        pytest.param("dp=2", "gloo", marks=pytest.mark.slow),
+        pytest.param("dp=2,zero=1", "gloo", marks=pytest.mark.slow),
+        pytest.param("dp=2,exchange=ring", "auto", marks=pytest.mark.slow),
+        pytest.param("dp=2,exchange=server,servers=2", "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_compute_what_simulated_ranks_do(plan: str, transport: str) -> None:
+    expected, _ = trained(job("SparseAdam", clip_grad_norm=0.3), plan)
+    for found in on_ranks(_on_processes, 2, plan, transport):
+        for name, each in expected.items():
+            torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
