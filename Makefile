@@ -2,6 +2,7 @@
 # make check      style, types, and the tests that start no processes
 # make test       the covering subset of all tests
 # make test-all   everything; AREA=launch limits it to tests/test_launch*.py
+# make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, DEVICE=cpu rehearses
 
 PYTHON := .venv/bin/python
 READY := .venv/.meshloom-ready
@@ -15,7 +16,13 @@ WITH_PROCESSES = $(shell grep -l 'mark\.processes' $(AREA_FILES))
 NONE := 5
 NATIVE := setup.py $(wildcard meshloom/comm/native/*)
 
-.PHONY: train check types quick test test-all all-without-processes all-with-processes
+# A machine with GPUs has a torch of its own, which stays, and often no network.
+DEVICE := cuda
+GPU_PYTHON := .venv-gpu/bin/python
+GPU_READY := .venv-gpu/.meshloom-ready
+GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
+
+.PHONY: train check types quick test test-all all-without-processes all-with-processes gpu
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -46,6 +53,17 @@ all-without-processes: $(READY)
 
 all-with-processes: $(READY)
 	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest -m processes $(WITH_PROCESSES))
+
+gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))
+	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --parts $(PART)
+
+# Beside the system's packages, torch among them; nothing is downloaded. Without a compiler there is no transport through memory, which no part needs.
+$(GPU_READY): pyproject.toml $(NATIVE)
+	python3 -m venv --system-site-packages --without-pip .venv-gpu
+	python3 -m pip --python $(GPU_PYTHON) install --quiet --no-index $(if $(WHEELS),--find-links $(WHEELS)) $(GPU_PACKAGES) || \
+		{ echo 'make gpu: give the missing packages: make gpu WHEELS=DIR, a folder of wheels.' >&2; exit 2; }
+	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
+	touch $@
 
 # The environment: made once, and again when what it is made from changes.
 $(READY): pyproject.toml constraints.txt $(NATIVE)

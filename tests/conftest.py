@@ -21,6 +21,10 @@ import pytest
 import torch
 from zmq.utils.garbage import GarbageCollectorThread
 
+from meshloom.asynchronous import run as asynchronous_run
+from meshloom.launch import World, opening
+from meshloom.launch.one_process import world_in_one_process
+from meshloom.mesh import Mesh
 from meshloom.random import seed_everything
 
 GRACE_SECONDS = 5.0  # for what is ending by itself when the test returns
@@ -76,6 +80,38 @@ def _hygiene(_own_temporary_directory: None) -> Iterator[None]:
     left += _restore_environment(environment)
     if left:
         pytest.fail("This test left something behind.\n" + "\n".join(left), pytrace=False)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the worlds of tests that start no processes compute")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """What `--device` says, for tests that put tensors on it themselves."""
+    _note_device(request)
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def _worlds_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process opens as a world, whether one rank or several simulated ones, is on the device of `--device`; a report says which tests opened one."""
+    on_cuda = request.config.getoption("--device") == "cuda"
+
+    def opened(mesh: Mesh, devices: str, *more: Any) -> World:
+        _note_device(request)
+        if on_cuda:
+            devices = "cuda" if mesh.size == 1 and not devices.startswith("simulated") else "simulated:cuda"
+        return world_in_one_process(mesh, devices, *more)
+
+    for module in (opening, asynchronous_run):
+        monkeypatch.setattr(module, "world_in_one_process", opened)
+
+
+def _note_device(request: pytest.FixtureRequest) -> None:
+    noted = ("device", request.config.getoption("--device"))
+    if noted not in request.node.user_properties:
+        request.node.user_properties.append(noted)
 
 
 @pytest.fixture

@@ -1,0 +1,234 @@
+"""What is tried on a GPU, part by part: each part is a function that gives rows, one for each fact.
+
+    losses        the main job on the device, beside the CPU's losses
+    verify_gpt    the main job under five plans on simulated devices that are the device, held against one device
+    verify_small  the other examples, likewise
+    tests         every test that computes and starts no processes, with its worlds on the device
+    checkpoints   written on one kind of device, gone on from on the other
+    memory        the memory of a step, predicted beside what the allocator counted
+
+A part runs on the CPU as well: then all of its code has run, and nothing has been found out about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+from torch.utils.data import default_collate
+
+import meshloom as ml
+from meshloom.graph.capture import capture
+from meshloom.jobfile import load_job
+from meshloom.planner.measure import measure_memory
+from meshloom.planner.memory import predict_memory
+from meshloom.report.progress import Listener
+from meshloom.verify.run import verify
+
+ROOT = Path(__file__).parents[2]
+MAIN = ROOT / "examples/01_gpt_bytes.py"
+SMALL = ("02_digits", "03_data_parallel", "05_from_a_script", "06_tensor_parallel", "07_own_operator", "08_layers_on_devices", "09_grid")
+PLANS = ("dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=1", "dp=2,pp=2,tp=2")
+QUIET = Listener(started=lambda text: None, note=lambda text: None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One fact. status: passed, failed, or refused (meshloom says in a sentence that it does not do this, on any device). figures: by name, in JSON."""
+
+    name: str
+    status: str
+    text: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def losses(device: str) -> Iterator[Row]:
+    """Float64 shows mistakes, float32 what is lost in ordinary training."""
+    # float64: sums in other orders. float32: 1e-7 of rounding, which AdamW's first steps (g / |g|) blow up for gradients close to zero.
+    for dtype, steps, tolerance in ((torch.float64, 5, 1e-9), (torch.float32, 10, 5e-3)):
+        here, there = (_trained(_job(MAIN), "dp=1", each, steps=steps, dtype=dtype) for each in ("cpu", device))
+        worst = max(abs(one - other) / abs(one) for one, other in zip(here, there, strict=True))
+        name = f"{steps} steps of {MAIN.name} in {str(dtype).removeprefix('torch.')}"
+        text = f"losses differ by {worst:.2g} of their value at most; {tolerance:g} is allowed"
+        yield Row(name=name, status=_status(worst <= tolerance), text=text, figures={"worst": worst, "cpu": here, "device": there})
+
+
+def verify_gpt(device: str) -> Iterator[Row]:
+    yield from _verified(MAIN, device)
+
+
+def verify_small(device: str) -> Iterator[Row]:
+    for name in SMALL:
+        yield from _verified(ROOT / f"examples/{name}.py", device)
+
+
+def tests(device: str) -> Iterator[Row]:
+    """How many tests had a world on the device is counted: on the CPU alone a test says nothing of a GPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        found = Path(directory, "junit.xml")
+        words = [
+            "-m",
+            "pytest",
+            "-q",
+            "--device",
+            device,
+            "-m",
+            "not processes and not long and not slow",
+            f"--junitxml={found}",
+            "-p",
+            "no:cacheprovider",
+            "tests",
+        ]
+        done = subprocess.run([sys.executable, *words, *_at_once()], cwd=ROOT, capture_output=True, text=True)
+        if not found.exists():
+            yield Row(name="pytest", status="failed", text=(done.stdout + done.stderr)[-2000:])
+            return
+        cases = list(ElementTree.parse(found).iter("testcase"))
+    on_device = [case for case in cases if any(each.get("name") == "device" for each in case.iter("property"))]
+    for case in cases:
+        problem = next((each for each in case if each.tag in ("failure", "error")), None)
+        if problem is not None:
+            yield Row(name=f"{case.get('classname')}::{case.get('name')}", status="failed", text=(problem.get("message") or "")[:500])
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    text = f"{len(cases)} tests, {len(on_device)} of them with a world on {device}, {skipped} skipped"
+    yield Row(
+        name="pytest --device",
+        status=_status(done.returncode == 0 and bool(on_device)),
+        text=text,
+        figures={"tests": len(cases), "on_device": len(on_device)},
+    )
+
+
+def checkpoints(device: str) -> Iterator[Row]:
+    unbroken = _trained(_job(MAIN), "dp=1", "cpu", steps=6, dtype=torch.float64)
+    for first, second in (("cpu", device), (device, "cpu")):
+        with tempfile.TemporaryDirectory() as out:
+            job = replace(_job(MAIN), checkpoint_every=3)
+            before = _trained(job, "dp=1", first, steps=3, dtype=torch.float64, out=out)
+            after = _trained(job, "dp=1", second, steps=6, dtype=torch.float64, resume=out)
+        both = [*before, *after]
+        worst = max(abs(one - other) / abs(one) for one, other in zip(unbroken, both, strict=True))
+        # float64, whose sums are taken in other orders.
+        yield Row(
+            name=f"3 steps on {first}, then 3 on {second}",
+            status=_status(worst <= 1e-9),
+            text=f"losses differ from 6 steps on the CPU by {worst:.2g}",
+            figures={"worst": worst},
+        )
+
+
+def memory(device: str) -> Iterator[Row]:
+    """Workspaces of kernels and the allocator's rounding are not predicted (docs/memory.md), so a fifth is allowed, and 32 MiB for cuBLAS."""
+    for batch in (8, 32):
+        job = replace(_job(MAIN), batch_size=batch)
+        data = job.data()
+        batches = [default_collate([data[number * batch + each] for each in range(batch)]) for number in range(2)]
+        predicted = predict_memory(capture(job, (batches[0], batches[1])), job.optimizer)
+        followed = measure_memory(job, batches[:1], device=device).peak
+        counted = _counted_peak(job, device) if device == "cuda" else followed
+        allowed = 0.2 * predicted.peak + 32 * 2**20
+        text = f"predicted {predicted.peak / 2**20:.1f} MiB (in {predicted.phase}), counted {counted / 2**20:.1f} MiB, tensors followed {followed / 2**20:.1f} MiB"
+        figures = {"predicted": predicted.peak, "counted": counted, "followed": followed}
+        yield Row(name=f"a step of {MAIN.name}, batch {batch}", status=_status(abs(counted - predicted.peak) <= allowed), text=text, figures=figures)
+
+
+PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
+    "losses": losses,
+    "verify_gpt": verify_gpt,
+    "verify_small": verify_small,
+    "tests": tests,
+    "checkpoints": checkpoints,
+    "memory": memory,
+}
+
+
+def _job(path: Path) -> ml.Job:
+    """Without evaluation, which takes longer than the steps; the main job's batches are small, because a CPU computes them too."""
+    job = load_job(str(path))
+    assert job is not None
+    return replace(job, evaluate=None, batch_size=8 if path == MAIN else job.batch_size)
+
+
+def _trained(job: ml.Job, plan: str, device: str, *, steps: int, dtype: torch.dtype | None, **settings: Any) -> list[float]:
+    """The losses."""
+    with ml.Trainer(job, plan, devices=device, steps=steps, dtype=dtype, listener=QUIET, **settings) as trainer:
+        found = [trainer.step(batch) for batch in trainer.batches()]
+        if "out" in settings:
+            trainer.save()
+        return found
+
+
+def _verified(path: Path, device: str) -> Iterator[Row]:
+    for plan in PLANS:
+        name = f"{path.name} under {plan}"
+        try:
+            report = verify(_job(path), ml.Plan.parse(plan), devices=_simulated(device), steps=1 if path == MAIN else 2)
+        except ml.MeshloomError as refusal:
+            yield Row(name=name, status="refused", text=str(refusal))
+            continue
+        assert report is not None
+        worst = report.worst(1)
+        text = f"{report.devices}" + (f"; largest error {worst[0].error:.2g} ({worst[0].kind} of {worst[0].name})" if worst else "")
+        yield Row(name=name, status=_status(report.passed), text=text, figures={"worst": worst[0].error if worst else 0.0})
+
+
+def _counted_peak(job: ml.Job, device: str) -> int:
+    """Bytes, in the third step."""
+    with ml.Trainer(job, "dp=1", devices=device, steps=3, listener=QUIET) as trainer:
+        for batch in trainer.batches():
+            torch.cuda.reset_peak_memory_stats()
+            trainer.step(batch)
+        return torch.cuda.max_memory_allocated()
+
+
+def _at_once() -> list[str]:
+    """Tests start no processes of their own, so several run at a time, where pytest can."""
+    return ["--numprocesses", "4", "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
+
+
+def _simulated(device: str) -> str:
+    return "simulated:cuda" if device == "cuda" else "simulated"
+
+
+def _status(is_right: bool) -> str:
+    return "passed" if is_right else "failed"
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[Callable[[Row], None]]:
+    """Rows reach the file as they come: what a part found before it was stopped is not lost."""
+    with path.open("a") as file:
+
+        def write(row: Row) -> None:
+            file.write(json.dumps(asdict(row)) + "\n")
+            file.flush()
+
+        yield write
+
+
+def main() -> int:
+    """Run one part, and write its rows: `main.py` starts this, a process for each part, because an error of a GPU's ends all that a process can do with it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("rows", type=Path)
+    arguments = parser.parse_args()
+    with _one_line(arguments.rows) as write:
+        for row in PARTS[arguments.part](arguments.device):
+            write(row)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
