@@ -28,7 +28,7 @@ from meshloom.comm.windows import windows_of
 from meshloom.errors import CheckpointError, DataError, TrainingError
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
-from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm
+from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm, unsynchronised
 from meshloom.exchange.choose import exchange_by_name
 from meshloom.exchange.diloco import OuterStep
 from meshloom.exchange.exchange import Exchange
@@ -180,7 +180,8 @@ class Replica:
             self.statistics = list(self.staged.statistics.values())
             self._undo.enter_context(self.staged.connect(self.exchange))
         else:
-            self.statistics = [RunningStatistics(self.model, self.replicas, synchronised=self.plan.sync_batch_norm)]
+            several, joined = self.plan.num_chunks > 1, self.plan.sync_batch_norm
+            self.statistics = [RunningStatistics(self.model, self.replicas, several=several, synchronised=joined)]
             for _, parameter in self.named:
                 self._undo.callback(parameter.register_post_accumulate_grad_hook(self.exchange.gradient_ready).remove)
 
@@ -269,7 +270,7 @@ class Replica:
             self.seat.activity.enter("chunk", chunk.step, chunk.index)
             data = self._data(chunk)
             with ExitStack() as around:
-                around.enter_context(self.statistics[0].chunk(partial(self._again, chunk, data)))
+                around.enter_context(self.statistics[0].chunk(partial(self._again_alone, chunk, data)))
                 self._begin_chunk(chunk, around, self.observer)
                 root, loss, weight = self._tally.add(self.job.loss(self.model, data), chunk)
                 if chunk is filled[-1]:
@@ -556,6 +557,11 @@ class Replica:
         with ExitStack() as around:
             self._begin_chunk(chunk, around)
             return as_sum(self.job.loss(self.model, data), chunk.samples, needs_gradient=False)[0]
+
+    def _again_alone(self, chunk: Chunk, data: Any) -> Tensor:
+        """The same without the other replicas."""
+        with unsynchronised(self.model) if self.plan.sync_batch_norm else nullcontext():
+            return self._again(chunk, data)
 
     def _data(self, chunk: Chunk) -> Any:
         return to_device(chunk.data, self.seat.device, self.dtype)

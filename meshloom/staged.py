@@ -93,7 +93,13 @@ class Staged:
         self.shards.divide(model)
         self._model = model
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
-        self.statistics = {stage.number: RunningStatistics(model, self.seat.groups["dp"], changing=stage.changing) for stage in self.stages}
+        several = self.plan.num_chunks > 1
+        self.statistics = {
+            stage.number: RunningStatistics(
+                model, self.seat.groups["dp"], several=several, changing=stage.changing, followed=stage.program.in_place, unite=self._of_any
+            )
+            for stage in self.stages
+        }
 
     def actions(self, num_microbatches: int) -> tuple[Action, ...]:
         """What this rank does in a step of so many microbatches, in order."""
@@ -282,6 +288,13 @@ class Staged:
                 gradient.copy_(shards.take(name, part.view(each.shape)))
         for _, parameter in used:
             self._ready(parameter)
+
+    def _of_any(self, flags: Tensor) -> Tensor:
+        """Flags of the ranks along tp, each set where one of them has it."""
+        if self.tp is not None:
+            self.sent["tp"]["all_reduce"] += flags.nbytes
+            self.tp.all_reduce(flags).wait()
+        return flags
 
     def check_alike(self) -> Steps[str | None]:
         """What is wrong if a parameter or buffer that several ranks of the replica hold whole is not the same on all of them."""

@@ -167,9 +167,9 @@ class Counting(nn.Module):
         return self.linear(x) * self.seen
 
 
-def test_a_forward_that_depends_on_the_order_of_chunks_is_named():
+def test_a_forward_that_reads_what_the_chunk_before_wrote_is_named():
     job, plan = replace(make_job("mlp", "sgd"), model=Counting), PLANS[0]
     separate = Reference(job, plan)
     record = separate.step()
-    wrong = hold_against(Reference(job, plan), [replace(record, gradients=separate.gradients_of(own_buffers=True))])
+    wrong = hold_against(Reference(job, plan), [replace(record, gradients=separate.gradients_of(chained=True))])
     assert kinds(wrong) == ["buffers"]

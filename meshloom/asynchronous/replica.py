@@ -26,6 +26,7 @@ from meshloom.loss import as_sum
 from meshloom.modes import Modes
 from meshloom.plan import Plan
 from meshloom.random import KeyedDraws, chunk_seed, seed_everything
+from meshloom.state.buffers import RunningStatistics
 from meshloom.state.clipping import sum_of_squares
 from meshloom.state.data import Chunk, to_device
 from meshloom.state.metrics import MetricSums
@@ -63,6 +64,7 @@ class WorkerReplica:
         self._names = [name for name, _ in named]
         self._gradients = Alone(named)
         self._tally = Tally(device)
+        self._statistics = RunningStatistics(self.model, None, several=plan.microbatches > 1)
 
     def load(self, values: Sequence[Sequence[Tensor]], buffers: Mapping[str, Tensor]) -> None:
         """Take parameters from all servers' slices (in order of servers), and buffers by name."""
@@ -81,9 +83,11 @@ class WorkerReplica:
             data = self._data(chunk)
             with ExitStack() as around:
                 around.enter_context(self._modes.training())
+                around.enter_context(self._statistics.chunk(partial(self._again, chunk)))
                 self._begin(chunk, around)
                 root, _, _ = self._tally.add(self._job.loss(self.model, data), chunk)
                 root.backward()
+        run_in_steps([self._statistics.finish()])
         total, weight, divisor = self._tally.result(chunks[0].batch)
         self._check_finite(worker, chunks, total, weight)
         gradients = run_in_steps([self._gradients.finish(divisor)])[0]

@@ -47,6 +47,27 @@ def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
             vars(module).pop("forward", None)
 
 
+@contextmanager
+def unsynchronised(model: nn.Module) -> Iterator[None]:
+    """While entered, batch norm layers that `synchronise_batch_norm` changed wait for nobody: they scale by weight and bias only, and leave their statistics."""
+    kept = [(module, vars(module)["forward"]) for module in model.modules() if isinstance(module, _BatchNorm) and "forward" in vars(module)]
+
+    def scale(module: Any) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            mean = torch.zeros(x.shape[1], dtype=x.dtype, device=x.device)
+            return F.batch_norm(x, mean, mean + 1.0, module.weight, module.bias)
+
+        return forward
+
+    try:
+        for module, _ in kept:
+            module.forward = scale(module)
+        yield
+    finally:
+        for module, forward in kept:
+            module.forward = forward
+
+
 def bytes_per_chunk(model: nn.Module) -> dict[str, int]:
     """Bytes that one chunk's forward and backward hand to each kind of collective, if every layer runs once and its input needs a gradient."""
     channels = [module.num_features for module in model.modules() if isinstance(module, _BatchNorm)]

@@ -1,8 +1,8 @@
-"""Buffers stay equal on all replicas, and equal to those of one device that runs all replicas' chunks in order.
+"""Buffers stay equal on all replicas: every chunk of a step reads them as the step found them, and writes are merged in the order of the chunks.
 
-Running statistics of normalisation layers and other buffers that a training forward changes are linear recurrences. Each replica
-reduces its chunks to one map per buffer, running -> decay * running + added; the maps are gathered once a step and
-applied in chunk order on every replica, in the same arithmetic, so that the results have the same bits.
+Each replica reduces its chunks to one map per buffer, b -> decay * b + added; the maps are gathered once a step and applied in chunk order on every
+replica, in the same arithmetic, so that the results have the same bits. Of running statistics and other linear recurrences that is what one
+device has that runs all chunks in order; for the others see [docs/buffers.md](../../docs/buffers.md).
 """
 
 from __future__ import annotations
@@ -17,27 +17,44 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.state.chunk_writes import ChunkWrites
 from meshloom.state.norm_statistics import NormStatistics, norm_buffers, tracks
-from meshloom.state.recurrence import Recurrences
+from meshloom.state.recurrence import Unite
+
+RULE = "what the chunks write is merged in their order (docs/buffers.md)."
 
 
 class RunningStatistics:
     """The buffers of `model` over a training step.
 
-    group: the replicas, in chunk order: replica r runs chunks r * m to r * m + m - 1. With one replica there is nothing to do; without any
-    buffers nothing is communicated.
+    group: the replicas, in chunk order: replica r runs chunks r * m to r * m + m - 1; None: there is one. With one chunk a step (several=False)
+    there is nothing to do; without any buffers nothing is communicated. One replica's running statistics follow each other by themselves.
     synchronised: microbatch j of all replicas is one chunk, and batch norm layers see to their own statistics.
-    changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the only ones here: running statistics are
-        followed like the others.
+    changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the only ones here. followed: those of them
+        that only follow each other (running statistics).
+    unite: among ranks that compute a chunk together (`find_recurrences`).
     """
 
-    def __init__(self, model: nn.Module, group: Group, *, synchronised: bool = False, changing: Collection[str] | None = None) -> None:
-        self._group = group
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group | None,
+        *,
+        several: bool = True,
+        synchronised: bool = False,
+        changing: Collection[str] | None = None,
+        followed: Collection[str] = (),
+        unite: Unite = lambda flags: flags,
+    ) -> None:
+        self._group = group if group is not None and group.size > 1 else None
         layers = [(name, module) for name, module in model.named_modules() if tracks(module) and not synchronised and changing is None]
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
-        self._norms = NormStatistics(layers)
-        self._others = Recurrences(model, norm_buffers([module for _, module in layers] + own), joined=synchronised, changing=changing)
-        self._active = group.size > 1 and self._norms.length + self._others.length > 0
+        self._norms = NormStatistics(layers if self._group else [])
+        handled = norm_buffers([module for _, module in layers] + own)
+        if changing is not None and not self._group:
+            changing = set(changing) - set(followed)
+        self._others = ChunkWrites(model, handled, joined=synchronised, changing=changing, unite=unite)
+        self._active = several and self._norms.length + self._others.length > 0
         self._moving = 0  # elements gathered in the last step because some buffer changed
         self._notes: list[str] = []
         self._noted: set[str] = set()
@@ -48,8 +65,8 @@ class RunningStatistics:
     def chunk(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
         """Around one chunk's forward and backward; this replica's chunks in order.
 
-        again: runs the chunk's forward anew, with the draws seeded alike, and returns the loss. Called (under no_grad, a few times) when
-        a buffer other than running statistics is first seen to change. Without it such a buffer counts as order-dependent.
+        again: runs the chunk's forward anew, with the draws seeded alike, and returns the loss. Called a few times when a buffer other than
+        running statistics is first seen to change. Without it such a buffer counts as no recurrence.
         """
         if not self._active:
             yield
@@ -71,15 +88,18 @@ class RunningStatistics:
                     f"{name} ran in evaluation mode within a training step, where it reads running statistics of before the step, "
                     "not of the chunk before."
                 )
-        self._others.agree(parts[:, split:].tolist())
+        read = self._others.agree(parts[:, split:].tolist())
+        if read:
+            names = f"buffer {read[0]}" if len(read) == 1 else f"buffers {', '.join(read[:3])}{f' and {len(read) - 3} more' if len(read) > 3 else ''}"
+            self._note(f"Every chunk of a step reads {names} as the step found {'it' if len(read) == 1 else 'them'}; {RULE}")
         self._moving = self._others.moving_length
         maps = parts[:, :0]
         if self._moving:
             maps = yield from self._gather(self._others.take())
         for name in self._others.apply(maps):
             self._note(
-                f"Buffer {name} depends on the order of the chunks (the loss or another buffer reads it, or it is not updated linearly), so several "
-                "replicas cannot compute what one device does. The last replica's value is kept."
+                f"Buffer {name} depends on the samples, and with sync_batch_norm each replica has seen a part of the chunk's: the last replica's "
+                "value is kept."
             )
 
     def take_notes(self) -> list[str]:
@@ -89,10 +109,12 @@ class RunningStatistics:
 
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that `finish` hands to all_gather, given the buffers that changed in the last step."""
-        return {"all_gather": 8 * (self._norms.length + self._others.length + self._moving)} if self._active else {}
+        return {"all_gather": 8 * (self._norms.length + self._others.length + self._moving)} if self._active and self._group else {}
 
     def _gather(self, part: Tensor) -> Steps[Tensor]:
         """All replicas' `part` [n], as [replicas, n]."""
+        if self._group is None:
+            return part.view(1, -1)
         everyone = part.new_empty(self._group.size * len(part))
         work = self._group.all_gather(everyone, part)
         yield

@@ -162,9 +162,9 @@ def _candidates(evidence: Evidence, one: StepRecord, theirs: Part, right: Part, 
     if evidence.unsynchronised is not None:
         sentence = f"{who} those with each replica's own batch statistics, which the plan says to synchronise."
         yield Cause("batch statistics", sentence), _from_named(evidence.unsynchronised, right)
-    if evidence.own_buffers is not None:
-        sentence = f"{who} those of a forward that reads buffers which another chunk wrote before: they depend on the order of the chunks."
-        yield Cause("buffers", sentence), _from_named(evidence.own_buffers, right)
+    if evidence.chained is not None:
+        sentence = f"{who} those of a forward that reads buffers which the chunk before wrote, not as the step found them."
+        yield Cause("buffers", sentence), _from_named(evidence.chained, right)
     if evidence.previous is not None:
         old = {name: _or_zero(evidence.previous.get(name), each) for name, each in right.items()}
         share = _dot({name: theirs[name] - right[name] for name in right}, old) / (_dot(old, old) or math.inf)

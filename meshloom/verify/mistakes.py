@@ -50,7 +50,7 @@ class Evidence:
 
     replica_norms, chunk_norms: 2-norm of the whole gradient sum of each replica, and of each of `chunks`.
     unsynchronised: averaged gradients with each replica's own batch statistics; None where that is what the plan says.
-    own_buffers: averaged gradients when every replica starts from the buffers before the step; None without buffers.
+    chained: averaged gradients when a replica's chunks read the buffers that the one before wrote; None without buffers.
     previous: averaged gradients of the step before; None in the first.
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.
@@ -61,7 +61,7 @@ class Evidence:
     replica_norms: Mapping[int, float]
     chunk_norms: Sequence[float]
     unsynchronised: Gradients | None = None
-    own_buffers: Gradients | None = None
+    chained: Gradients | None = None
     previous: Gradients | None = None
     tied: Mapping[str, Sequence[str]]
     clip: float | None = None

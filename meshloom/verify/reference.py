@@ -4,7 +4,8 @@ It shares no code with the exchange, the trainer or the optimizer path; the cutt
 the order of an epoch's batches are written here a second time. For each step:
 
     read the global batch, cut it into dp * m chunks          (with synchronised batch statistics: m chunks, see `_cut`)
-    for each chunk: seed, loss of the chunk, backward of its sum
+    for each chunk: buffers as the step found them, seed, loss of the chunk, backward of its sum
+    buffers = what the chunks wrote, merged in their order (`merging.py`)
     gradient = sum / total weight;  clip;  optimizer step;  scheduler step
 """
 
@@ -27,6 +28,7 @@ from meshloom.errors import JobError
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, seed_everything
+from meshloom.verify.merging import Merging
 from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
 from meshloom.verify.precision import convert, convert_model, default_dtype
 from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
@@ -88,6 +90,7 @@ class Reference:
             schedulers = job.scheduler(built) if job.scheduler else []
             self._schedulers = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
             self._batches = read_batches(job)
+        self._merging = Merging(self.model)
         self.precision = _precision(self.model)
         self._watch = ModuleWatch(self.model)
         self._casts = CastWatch(self.precision, self._watch)
@@ -131,11 +134,16 @@ class Reference:
             self._chunks = []
             self._loss_sum = self._weight = 0.0
             self.model.zero_grad(set_to_none=True)
+            start = self._merging.now()
+            wrote: list[tuple[Share, dict[str, Tensor]]] = []
             for share in self._cut(self._samples):
+                self._merging.put(start)
                 ran = self._run(share)
+                wrote.append((share, self._merging.now()))
                 self._loss_sum, self._weight = self._loss_sum + ran.loss_sum, self._weight + ran.weight
                 self._chunks += self._chunk_records(share, ran)
             self._divide(self._weight)
+            self._merging.put(self._merging.merge(start, wrote, self._buffers_after))
             self.gradients = _on_cpu(self._gradients())
             self._norm = _norm(self.gradients)
 
@@ -197,6 +205,7 @@ class Reference:
         of_replica: dict[int, dict[str, Tensor]] = {}
         with self._again():
             for share in self._cut(self._samples):
+                self._restore(buffers_only=True)
                 self.model.zero_grad(set_to_none=True)
                 ran = self._run(share)
                 gradients = self._gradients()
@@ -214,23 +223,23 @@ class Reference:
             chunk_norms=chunk_norms,
             replica_norms={replica: _norm(sums) for replica, sums in of_replica.items()},
             unsynchronised=thin(self.gradients_of(synchronised=False)) if self.plan.sync_batch_norm else None,
-            own_buffers=thin(self.gradients_of(own_buffers=True)) if has_buffers and self.plan.dp > 1 and not self.plan.sync_batch_norm else None,
+            chained=thin(self.gradients_of(chained=True)) if has_buffers and self.plan.num_chunks > 1 else None,
             previous=thin(previous.gradients) if previous else None,
             tied=self.tied,
             clip=self.job.clip_grad_norm,
         )
 
-    def gradients_of(self, *, synchronised: bool = True, own_buffers: bool = False) -> Gradients:
+    def gradients_of(self, *, synchronised: bool = True, chained: bool = False) -> Gradients:
         """The last step's averaged gradients, computed in a way that would be wrong.
 
         synchronised=False: batch statistics of each replica's own samples, whatever the plan says.
-        own_buffers: every replica starts from the buffers of before the step, instead of those the chunk before left.
+        chained: every chunk of a replica reads the buffers that the one before wrote, instead of those of before the step.
         """
         m = self.plan.microbatches
         with self._again():
-            weight, replica = 0.0, 0
+            weight, replica = 0.0, -1
             for share in self._cut(self._samples, synchronised):
-                if own_buffers and share.members[0][0] // m != replica:
+                if not chained or share.members[0][0] // m != replica:
                     replica = share.members[0][0] // m
                     self._restore(buffers_only=True)
                 weight += self._run(share).weight
@@ -291,6 +300,23 @@ class Reference:
             loss_sum.backward()
         modules = self._watch.stop()
         return _Ran(loss_sum=float(loss_sum.detach()), weight=float(weight), seed=started_with, draws=tuple(draws), modules=modules)
+
+    def _buffers_after(self, share: Share, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a chunk makes of other buffers; nothing else is changed by it."""
+        going_on = {name: value.detach().clone() for name, value in self.model.named_buffers()}
+        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        self._merging.put(buffers)
+        self.model.zero_grad(set_to_none=True)
+        try:
+            self._run(share)
+            return self._merging.now()
+        finally:
+            with torch.no_grad():
+                for name, value in self.model.named_buffers():
+                    if name in going_on and value.shape == going_on[name].shape:
+                        value.copy_(going_on[name])
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
     def _chunk_records(self, share: Share, ran: _Ran) -> Iterator[ChunkRecord]:
         """One record per chunk of the plan; the first of those that share a forward carries its loss, draws and modules."""

@@ -1,0 +1,226 @@
+"""Jobs whose training forward reads buffers that it writes, and a plain loop that trains them by the rule of docs/buffers.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, spectral_norm
+
+from meshloom.job import Evaluate, Job
+from tests.jobs import class_loss, vectors
+
+Buffers = Mapping[str, Tensor]
+Merge = Callable[[str, Buffers, Sequence[Buffers]], Tensor]  # (name, before the step, after each chunk) -> after the step
+
+
+class Spectral(nn.Module):
+    """Spectral normalisation, as a parametrization or in its old form as a hook: u and v are improved by each forward, which reads them."""
+
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second, self.head = norm(nn.Linear(7, 6)), norm(nn.Linear(6, 6)), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class MoCo(nn.Module):
+    """A queue of keys that samples are contrasted with; a pointer says where the next keys go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.features, self.head = nn.Linear(7, 8), nn.Linear(8, 4), nn.Linear(11, 5)
+        generator = torch.Generator().manual_seed(5)
+        self.register_buffer("queue", F.normalize(torch.randn(4, 11, generator=generator), dim=0))
+        self.register_buffer("labels", torch.randint(5, (11,), generator=generator))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = F.normalize(self.features(torch.tanh(self.body(x))), dim=1)
+        out = self.head(keys @ self.queue.clone().detach() + 0.1 * self.labels)
+        if self.training:
+            with torch.no_grad():
+                at = (self.pointer + torch.arange(len(x))) % 11
+                self.queue.index_copy_(1, at, keys.T)
+                self.labels.index_copy_(0, at, keys.argmax(1))
+                self.pointer.copy_((self.pointer + len(x)) % 11)
+        return out
+
+
+class DINO(nn.Module):
+    """The teacher's outputs are centred by a moving average of themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.teacher = nn.Linear(7, 6), nn.Linear(6, 5), nn.Linear(7, 5).requires_grad_(False)
+        self.register_buffer("centre", torch.zeros(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = self.teacher(x).detach()
+        out = self.head(torch.tanh(self.body(x))) * F.softmax((target - self.centre) / 0.5, dim=1)
+        if self.training:
+            self.centre = self.centre * 0.9 + target.mean(0, keepdim=True) * 0.1
+        return out
+
+
+class BatchRenorm(nn.Module):
+    """Batch renormalisation (Ioffe, 2017): batch statistics corrected towards running ones, which the training forward reads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("std", torch.ones(width))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return (x - self.mean) / self.std * self.weight + self.bias
+        mean, std = x.mean(0), (x.var(0, unbiased=False) + 1e-3).sqrt()
+        limit = 1 + self.calls.clamp(max=20) / 10
+        r = torch.minimum(torch.maximum(std.detach() / self.std, 1 / limit), limit)
+        d = torch.minimum(torch.maximum((mean.detach() - self.mean) / self.std, 1 - limit), limit - 1)
+        out = ((x - mean) / std * r + d) * self.weight + self.bias
+        with torch.no_grad():
+            self.mean += 0.1 * (mean - self.mean)
+            self.std += 0.1 * (std - self.std)
+            self.calls += 1
+        return out
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 6), BatchRenorm(6), nn.ReLU(), nn.Linear(6, 6), BatchRenorm(6), nn.ReLU(), nn.Linear(6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Annealed(nn.Module):
+    """How much of a residual counts grows with a counter; one layer runs twice in a forward, and its second run sees the first's count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(7, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def block(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        return x + torch.tanh(self.second(x)) * (self.steps / 20).clamp(max=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.block(torch.tanh(self.first(x)))))
+
+
+def last(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
+    """Of all that a chunk writes."""
+    return ends[-1][name]
+
+
+def averaged(decay: float) -> Merge:
+    """A moving average that each chunk moves once."""
+
+    def merge(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
+        value = start[name]
+        for end in ends:
+            value = decay * value + (end[name] - decay * start[name])
+        return value
+
+    return merge
+
+
+def counted(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
+    """A counter."""
+    return start[name] + sum(end[name] - start[name] for end in ends)
+
+
+def renormed(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
+    """Of `BatchRenorm`."""
+    return counted(name, start, ends) if name.endswith("calls") else averaged(0.9)(name, start, ends)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how its chunks' writes come together."""
+
+    model: Callable[[], nn.Module]
+    merge: Merge
+
+
+CASES = {
+    "spectral norm": Case(lambda: Spectral(parametrizations.spectral_norm), last),
+    "spectral norm as a hook": Case(lambda: Spectral(spectral_norm), last),
+    "moco": Case(MoCo, last),
+    "dino": Case(DINO, averaged(0.9)),
+    "batch renorm": Case(Renormed, renormed),
+    "annealed": Case(Annealed, counted),
+}
+BATCH = 13  # over 8 chunks: five of 2 samples, three of 1; batch renormalisation has variances of one sample, too
+
+
+def job_of(case: str, **settings: Any) -> Job:
+    """SGD with momentum; the same samples in the same order."""
+    known: dict[str, Any] = {
+        "model": CASES[case].model, "loss": class_loss, "data": lambda: vectors(4 * BATCH), "batch_size": BATCH, "steps": 4, "shuffle": False,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), "seed": 3,
+        "evaluate": Evaluate(data=lambda: vectors(11), metrics={"loss": class_loss}, every=1),
+    }  # fmt: skip
+    return Job(**{**known, **settings})
+
+
+@dataclass(frozen=True)
+class Trained:
+    """losses, metrics: of every step. state: afterwards."""
+
+    losses: list[float]
+    metrics: list[float]
+    state: dict[str, Tensor]
+
+
+def by_the_rule(case: str, model: nn.Module, num_chunks: int, steps: int = 4) -> Trained:
+    """One device in float64 whose chunks all start from the buffers of before the step. model: as a run starts from it."""
+    model.double().train()
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+    samples, held_out = vectors(4 * BATCH), vectors(11)
+    losses: list[float] = []
+    metrics: list[float] = []
+    for step in range(steps):
+        rows = torch.arange(step * BATCH, (step + 1) * BATCH)
+        start, ends, total = _buffers(model), [], 0.0
+        optimizer.zero_grad()
+        for chunk in rows.tensor_split(num_chunks):
+            _put(model, start)
+            loss = class_loss(model, _batch(samples, chunk)) * len(chunk)
+            (loss / BATCH).backward()
+            total += float(loss.detach())
+            ends.append(_buffers(model))
+        _put(model, {name: CASES[case].merge(name, start, ends) for name in start})
+        optimizer.step()
+        losses.append(total / BATCH)
+        model.eval()
+        with torch.no_grad():
+            metrics.append(float(class_loss(model, _batch(held_out, torch.arange(11)))))
+        model.train()
+    return Trained(losses, metrics, {name: each.detach().clone() for name, each in (*model.named_parameters(), *model.named_buffers())})
+
+
+def _batch(samples: Any, rows: Tensor) -> dict[str, Tensor]:
+    found = [samples[int(row)] for row in rows]
+    return {"x": torch.stack([each["x"] for each in found]).double(), "y": torch.stack([each["y"] for each in found])}
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in model.named_buffers()}
+
+
+def _put(model: nn.Module, values: Buffers) -> None:
+    with torch.no_grad():
+        for name, each in model.named_buffers():
+            each.copy_(values[name])
