@@ -29,6 +29,7 @@ from meshloom.graph.landing import InPlace
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import LossPrograms
 from meshloom.graph.nodes import Node
+from meshloom.graph.outside import Outside
 from meshloom.graph.pieces import place
 from meshloom.graph.stages import Stage
 from meshloom.job import Job, LossFunction
@@ -75,6 +76,7 @@ class Staged:
         self._team = team
         self._model: nn.Module
         self._summed: list[tuple[str, nn.Parameter]] = []
+        self._outside: dict[LossFunction, Outside] = {}
         self._parameters: dict[str, nn.Parameter] = {}
 
     def open(self, model: nn.Module) -> Steps[None]:
@@ -92,6 +94,7 @@ class Staged:
         self.shards = Shards(self.staging.programs.pieces, self.tp)
         self.shards.divide(model)
         self._model = model
+        self._outside[self.job.loss] = Outside(self.job.loss, model)
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         several = self.plan.num_chunks > 1
         self.statistics = {
@@ -143,6 +146,7 @@ class Staged:
         finish: of what the loss returned for a microbatch, where backward starts; called on the last stage.
         begin: of a microbatch, seeds its draws and enters what stays around its forward; True: it is the last stage's, the first time.
         """
+        self._outside[self.job.loss].check_step()
         for batch in batches:
             yield from self.staging.ready(batch)
         for parameter in self._parameters.values():
@@ -174,7 +178,11 @@ class Staged:
 
     def evaluate(self, batch: Any, metric: LossFunction, finish: Callable[[Any], None]) -> Steps[None]:
         """What `metric` returns for a batch in evaluation mode, to `finish` on the last stage."""
+        if metric in self._outside:
+            self._outside[metric].check_step()
         yield from self.staging.ready(batch, loss=metric, training=False)
+        if metric not in self._outside:
+            self._outside[metric] = Outside(metric, self._model)
         self._count(self.microbatches.evaluate(batch, metric, finish))
 
     def published(self) -> Steps[None]:

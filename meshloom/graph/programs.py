@@ -19,6 +19,7 @@ from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.check import check_against_eager, check_against_module
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.lines import describe_line, line_of_error
+from meshloom.graph.outside import Outside
 from meshloom.graph.precision import default_precision
 from meshloom.graph.program import Program
 from meshloom.graph.transfer import pack, unpack
@@ -64,14 +65,21 @@ class Programs:
     def _read(self, batches: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
         program = self._capture(read, training, model, numbers=True)
+        outside = Outside(self._job.loss)  # what the first readings set up is no harm
+        program = self._compared(program, read, fresh, training, model)
+        outside.check_read()
+        return program
+
+    def _compared(self, program: Program, read: tuple[Any, Any], fresh: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
+        """The program, or one for these numbers alone, which is what eager is."""
         if takes_numbers(program.others):
             try:
-                self._compare(program, fresh, batches[0], model, moved=True)
+                self._compare(program, fresh, read[0], model, moved=True)
             except Exception:  # with a tensor for the number the loss does something else than with the number, or nothing that can be done
                 program = self._capture(read, training, model, numbers=False)
             else:
                 return program
-        self._compare(program, fresh, batches[0], model, moved=False)
+        self._compare(program, fresh, read[0], model, moved=False)
         return program
 
     def _capture(self, batches: tuple[Any, Any], training: bool, model: nn.Module | None, *, numbers: bool) -> Program:
