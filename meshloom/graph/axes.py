@@ -13,10 +13,13 @@ followed, so an axis may get parts later, and then all dims that are that axis h
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Literal
 
 Kind = Literal["product", "concatenation"]
+MOST_PARTS = 32  # of two axes together that are made one, where that splits any of them; else they stay two
 
 
 class Axis:
@@ -120,7 +123,7 @@ def unify(one: Axis, other: Axis) -> bool:
 def _align(one: Axis, other: Axis) -> list[tuple[Axis, Axis]] | None:
     """Parts of both, in pairs of equal size, after leaves were split where the other has a boundary."""
     mine, theirs = list(_flat(one)), list(_flat(other))
-    if not _fit(mine, theirs, one.own_kind):
+    if not _fit(mine, theirs, one.own_kind) or (one.own_kind == "concatenation" and _without_end(mine, theirs)):
         return None
     pairs: list[tuple[Axis, Axis]] = []
     while mine and theirs:
@@ -159,6 +162,41 @@ def _fit(mine: list[Axis], theirs: list[Axis], kind: Kind | None) -> bool:
             return False
         rest.insert(0, (large // small if kind == "product" else large - small, part))
     return not left and not right
+
+
+def _without_end(mine: Sequence[Axis], theirs: Sequence[Axis]) -> bool:
+    """Whether a leaf lies beside itself a few places on, as in x[1:] + x[:-1], or would be split into more than `MOST_PARTS`.
+
+    Each boundary in it would be another one there, and so on: as many parts as the axis has indices. How many there are is to follow from how the
+    program is written, and never from sizes.
+
+        1 | rest            a boundary after 1, so rest is 1 | ...
+        rest | 1            so above there is one after 2, so rest is 1 | 1 | ...
+    """
+    sides = [list(accumulate((part.size for part in side), initial=0)) for side in (mine, theirs)]
+    leaves = [[part.root for part in side] for side in (mine, theirs)]
+    found_at: dict[Axis, list[tuple[int, int]]] = {}  # leaf -> side and offset of its occurrences
+    for side in (0, 1):
+        for leaf, start in zip(leaves[side], sides[side], strict=False):
+            found_at.setdefault(leaf, []).append((side, start))
+    pending = [(side, start, frozenset[Axis]()) for side in (0, 1) for start in sides[side][1:-1]]
+    known: set[tuple[Axis, int]] = set()
+    num_parts = len(mine) + len(theirs)
+    while pending:
+        side, offset, through = pending.pop()  # a boundary, and the leaves whose boundaries it comes from
+        other = 1 - side
+        place = bisect_right(sides[other], offset) - 1
+        leaf, inside = leaves[other][place], offset - sides[other][place]
+        if not inside or (leaf, inside) in known:
+            continue
+        if leaf in through:
+            return True
+        known.add((leaf, inside))
+        num_parts += len(found_at[leaf])
+        if num_parts > MOST_PARTS:
+            return True
+        pending += [(at, start + inside, through | {leaf}) for at, start in found_at[leaf]]
+    return False
 
 
 def _split(axis: Axis, first: int, kind: Kind | None) -> tuple[Axis, Axis]:
