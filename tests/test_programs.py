@@ -32,7 +32,7 @@ def batches(count: int = 4, size: int = 6) -> list[Any]:
 def read(programs: list[Programs], given: list[Any] | None, **settings: Any) -> list[Any]:
     """What `read_together` returns on every simulated rank; batches on rank 0 alone."""
     groups = simulated_groups(len(programs))
-    steps = [each.read_together(group, None if group.rank else given, **settings) for each, group in zip(programs, groups, strict=True)]
+    steps = [each.read_together(group, [] if group.rank else [given or []], **settings) for each, group in zip(programs, groups, strict=True)]
     return run_in_steps(steps)
 
 
@@ -50,7 +50,9 @@ def errors(programs: list[Programs], given: list[Any] | None) -> list[MeshloomEr
             yield
 
     groups = simulated_groups(len(programs))
-    return run_in_steps([caught(each.read_together(group, None if group.rank else given)) for each, group in zip(programs, groups, strict=True)])
+    return run_in_steps(
+        [caught(each.read_together(group, [] if group.rank else [given or []])) for each, group in zip(programs, groups, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -158,9 +160,9 @@ def read_on_a_rank() -> tuple[str, str, str]:
     assert isinstance(process_group, dist.ProcessGroup)
     group = C10dGroup(process_group, [f"rank {rank}" for rank in range(size)])
     given = batches() if group.rank == 0 else None
-    (program,) = run_in_steps([Programs(make_job("mlp", "sgd")).read_together(group, given)])
+    (program,) = run_in_steps([Programs(make_job("mlp", "sgd")).read_together(group, [given or []])])
     with pytest.raises(CaptureError) as caught:
-        run_in_steps([Programs(job_of(lambda y: y if y.sum() > 0 else -y)).read_together(group, given)])
+        run_in_steps([Programs(job_of(lambda y: y if y.sum() > 0 else -y)).read_together(group, [given or []])])
     return program.describe(), program.digest(), str(caught.value)
 
 

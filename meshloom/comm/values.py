@@ -6,11 +6,14 @@ their bytes. The tensors that travel lie on the CPU.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import hashlib
 import hmac
 import io
 import json
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -150,12 +153,44 @@ def _believed(secret: bytes, source: int, rank: int, received: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a view as its own elements; by itself torch would add all of the tensor that it is a view of."""
+    """Pickles a view as its own elements; by itself torch would add all of the tensor that it is a view of.
+
+    Of a dataclass or named tuple that no name leads to (defined in a function) its fields are sent.
+    """
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type):
+            return NotImplemented if _is_importable(value) else _by_fields(value, value.__module__, value.__qualname__)
         if type(value) is Tensor and value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes:
             return value.detach().clone().requires_grad_(value.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
+
+
+def _by_fields(kind: Any, module: str, name: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _like_dataclass, (module, name, [field.name for field in dataclasses.fields(kind)])
+    return (collections.namedtuple, (name.rpartition(".")[2], kind._fields)) if hasattr(kind, "_fields") else NotImplemented
+
+
+def _is_importable(kind: type) -> bool:
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
+
+
+def _like_dataclass(module: str, name: str, fields: Sequence[str]) -> type:
+    """A dataclass of that name with these fields and nothing else to it."""
+
+    def missing(self: Any, attribute: str) -> Any:
+        if attribute.startswith("__"):  # protocols ask for these
+            raise AttributeError(attribute)
+        raise DataError(
+            f"{name} is defined in a function, so of a batch that is one only the fields {', '.join(fields)} are sent to other ranks, and {attribute} is "
+            "none. Define it at the top of a module."
+        )
+
+    return dataclasses.make_dataclass(name.rpartition(".")[2], fields, namespace={"__getattr__": missing, "__module__": module})
 
 
 def _pickled(value: Any) -> bytes:
@@ -165,6 +200,6 @@ def _pickled(value: Any) -> bytes:
     except Exception as error:
         raise DataError(
             f"A {type(value).__name__} cannot be sent to another rank ({error}). "
-            "Let the dataset or collate return tensors, numbers, text, lists and dicts."
+            "Let the dataset or collate return tensors, numbers, text, lists and dicts, or objects of classes that are defined at the top of a module."
         ) from error
     return stream.getvalue()

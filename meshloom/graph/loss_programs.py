@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,19 +38,19 @@ class LossPrograms:
         self._known: dict[tuple[LossFunction, bool, Shapes], tuple[Program, Program]] = {}  # the whole, this rank's part
         self._others: dict[tuple[LossFunction, bool, Shapes], list[Mapping[str, str | None]]] = {}  # by the shapes of the tensors alone
 
-    def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[Shapes]:
-        """Read the loss of batches like `batch` and decide who holds what; their shapes. All ranks of `world` call it; batch and model count on its rank 0.
+    def open(self, batches: Sequence[Any], world: Group, model: nn.Module) -> Steps[Shapes]:
+        """Read the loss of batches like the first and decide who holds what; their shapes. All ranks of `world` call it; batches and model count on its rank 0.
 
-        model: the job's, whole, as it was built; it stays as it is.
+        batches: further ones of the job, to read the loss with if they have the same shapes. model: the job's, whole, as it was built; it stays as it is.
         """
-        return (yield from self._read(self._job.loss, True, batch, world, model))
+        return (yield from self._read(self._job.loss, True, batches, world, model))
 
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
         """Make sure that there are programs for batches like `batch`. All ranks of the replica call it with the same batch."""
         function = loss or self._job.loss
         shapes = self.shapes_of(batch, loss=function, training=training)
         if shapes is None or (function, training, shapes) not in self._known:
-            yield from self._read(function, training, batch, self._team)
+            yield from self._read(function, training, [batch], self._team)
 
     def shapes_of(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Shapes | None:
         """What decides which program a batch needs; None if none was read yet for what it holds besides tensors."""
@@ -79,11 +79,11 @@ class LossPrograms:
         """Parameters whose gradients are to be summed over tp, once a step."""
         return self.division.first.summed if self.division else ()
 
-    def _read(self, loss: LossFunction, training: bool, batch: Any, group: Group, model: nn.Module | None = None) -> Steps[Shapes]:
+    def _read(self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None) -> Steps[Shapes]:
         if loss not in self._readers:
             self._readers[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
-        batches = _alike(batch) if group.rank == 0 else None
-        program = yield from self._readers[loss].read_together(group, batches, training=training, model=model)
+        pairs = _pairs(batches) if group.rank == 0 else []
+        program = yield from self._readers[loss].read_together(group, pairs, training=training, model=model)
         part = (yield from self.division.part(program, group)) if self.division else program
         tensors: Shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs if each.name not in program.others)
         shapes = tensors + tuple(program.others.items())
@@ -103,7 +103,17 @@ def shapes_of(leaves: Leaves) -> Shapes:
     return tuple((name, tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.tensors.items())
 
 
-def _alike(batch: Any) -> list[Any]:
-    """The batch, and another of the same shapes: its samples one place on."""
-    leaves = leaves_of(batch)
-    return [batch, leaves.rebuild([leaf.roll(1, 0) if leaf.ndim else leaf for leaf in leaves.tensors.values()])]
+def _pairs(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Pairs of batches of the shapes of the first to read its program with, each instead of the one before where the loss cannot compute that.
+
+    Another batch of the job if there is one. Else the first with its samples one place on; but integers have meanings (offsets into other tensors,
+    lengths), so what that makes of them may be nothing that the loss can work with: then they stay as they are.
+    """
+    first, leaves = batches[0], leaves_of(batches[0])
+    others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]
+    real = [(first, leaves.rebuild(list(each.tensors.values()))) for each in others[:1]]
+    all_moved, floats_moved = (
+        leaves.rebuild([leaf.roll(1, 0) if leaf.ndim and (leaf.is_floating_point() or every) else leaf for leaf in leaves.tensors.values()])
+        for every in (True, False)
+    )
+    return [*real, (first, all_moved), (first, floats_moved)]

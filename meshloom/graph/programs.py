@@ -100,12 +100,25 @@ class Programs:
         else:
             check_against_module(program, model, self._job.loss, batches)
 
-    def read_together(self, group: Group, batches: Sequence[Any] | None, *, training: bool = True, model: nn.Module | None = None) -> Steps[Program]:
-        """As `read`, once for all ranks: rank 0 reads and compares with eager, the others receive the program and compare its hash.
+    def read_any(self, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None) -> Program:
+        """As `read`, with the first of these batches that the loss can compute: what made-up ones do to its own code is no fault of the job's."""
+        for batches in choices[:-1]:
+            try:
+                return self.read(batches, training=training, model=model)
+            except MeshloomError:
+                raise
+            except Exception:  # of the job's code
+                continue
+        return self.read(choices[-1], training=training, model=model)
 
-        All ranks call it. batches, model: on rank 0; the others may pass None. Whatever goes wrong on one rank is raised on all.
+    def read_together(
+        self, group: Group, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None
+    ) -> Steps[Program]:
+        """As `read_any`, once for all ranks: rank 0 reads and compares with eager, the others receive the program and compare its hash.
+
+        All ranks call it. choices, model: on rank 0; the others may pass none. Whatever goes wrong on one rank is raised on all.
         """
-        asked = yield from _from_rank_0(group, lambda: self._asked(batches or (), training).encode())
+        asked = yield from _from_rank_0(group, lambda: self._asked(choices[0], training).encode())
         key, digest = json.loads(asked)
         key = _key_from(key)
         here = next((each for each in self._known.get(key, ()) if digest and each.digest() == digest), None)
@@ -115,7 +128,7 @@ class Programs:
         made: list[Program] = []
 
         def make() -> bytes:
-            made.append(self.read(batches or (), training=training, model=model))
+            made.append(self.read_any(choices, training=training, model=model))
             return pack(made[0])
 
         packed = yield from _from_rank_0(group, make)

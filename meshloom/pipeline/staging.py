@@ -7,7 +7,7 @@ One rank chooses where to cut, by what the operators of the whole program cost, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,9 +72,9 @@ class Staging:
         """Samples of each microbatch in a full batch, of the replica that has most."""
         return self._plan.largest_share(self._job.batch_size)
 
-    def open(self, batch: Any, world: Group, model: nn.Module) -> Steps[tuple[Stage, ...]]:
-        """Read the loss of batches like `batch`, divide it, cut it. All ranks of `world` call it; batch and model count on its rank 0."""
-        shapes = yield from self.programs.open(batch, world, model)
+    def open(self, batches: Sequence[Any], world: Group, model: nn.Module) -> Steps[tuple[Stage, ...]]:
+        """Read the loss of batches like the first, divide it, cut it. All ranks of `world` call it; batches and model count on its rank 0."""
+        shapes = yield from self.programs.open(batches, world, model)
         self.others = self.programs.whole(shapes).others
         return (yield from self._make(shapes, self._job.loss, True, world))
 

@@ -5,6 +5,7 @@ Watching changes nothing that is computed.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,9 @@ def digest_values(values: Any) -> str:
             digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
         elif isinstance(leaf, numpy.ndarray) and leaf.dtype != object:
             digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+            digest.update(f"{type(leaf).__name__} of {list(fields)}: {digest_values(fields)}".encode())
         else:
             digest.update(_bytes_of(leaf))
     return digest.hexdigest()
