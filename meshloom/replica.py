@@ -63,6 +63,7 @@ from meshloom.state.shards import Shards
 from meshloom.state.sharing import why_separate
 from meshloom.state.sparse import make_dense, refuse_sparse_adam, sparse_parameters
 from meshloom.state.tally import Tally
+from meshloom.state.tensor_file import Stream
 from meshloom.state.trying import naming
 
 
@@ -365,8 +366,8 @@ class Replica:
             work.wait()
         return tally.means()
 
-    def weights(self) -> Steps[dict[str, Any]]:
-        """The model's `state_dict` in whole shapes; all of it on the replica's first rank.
+    def weights(self) -> Stream | dict[str, Any]:
+        """The model's `state_dict` in whole shapes, one by one where it is divided; all of it on the replica's first rank.
 
         Raises `CheckpointError` if the newest step broke off while parameters were being updated.
         """
@@ -374,22 +375,24 @@ class Replica:
             raise CheckpointError(
                 "The newest step broke off in the middle of its update, so there is nothing whole to save. Resume from a checkpoint."
             )
-        return (yield from self.staged.weights()) if self.staged else self.model.state_dict()
+        return self.staged.weights() if self.staged else self.model.state_dict()
 
-    def optimizer_state(self) -> Steps[tuple[list[Piece], dict[str, Any]]]:
+    def optimizer_state(self) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
         """As `Updater.state`. Replicas that step by themselves are one before: parameters by ending the round, the optimizer's state by its mean."""
         yield from self.settle()
         if self.rounds:
             self._saved_bytes.update((yield from self.updater.average_state(self.replicas, self.seat.readers)))
-        pieces, values = yield from self.updater.state(self.seat.world)
+        pieces, streams, values = yield from self.updater.state(self.seat.world)
         self._sent["tp"].update(self.updater.bytes_per_save("tp"))
         self._saved_bytes.update(self.updater.bytes_per_save("dp"))
         if self._outer:
             here = {name for name, _ in self.named} if self._stage_group else None
-            outer = yield from outer_pieces(self._outer.momentum, self.shards, self.seat.world, self.seat.device, here)
-            self._sent["tp"]["all_gather"] += outer.bytes_tp
-            pieces = pieces + outer.pieces
-        return pieces, values
+            outer, gathered = yield from outer_pieces(self._outer.momentum, self.shards, self.seat.world, self.seat.device, here)
+            pieces = pieces + outer
+            if gathered:
+                self._sent["tp"]["all_gather"] += gathered.bytes_tp
+                streams = [*streams, gathered.stream]
+        return pieces, streams, values
 
     def whole_state(self) -> Steps[dict[str, Tensor]]:
         """Parameters and buffers by name, whole, tied ones once; all of them on rank 0. Every rank calls it."""

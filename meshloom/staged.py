@@ -46,6 +46,7 @@ from meshloom.state.homes import Homes, held, shapes_of_tensors
 from meshloom.state.model import state_of
 from meshloom.state.samples import first_batches
 from meshloom.state.shards import Shards
+from meshloom.state.tensor_file import Entry, Stream, widest_first
 
 
 class Staged:
@@ -210,17 +211,30 @@ class Staged:
         like = {name: each for name, each in shapes_of_tensors(state_of(self._model), self.shards).items() if name in wanted}
         return (yield from self._to_first(gathered, like))
 
-    def weights(self) -> Steps[dict[str, Any]]:
-        """The model's `state_dict` in whole shapes; all of it on rank 0."""
-        self.sent["tp"]["all_gather"] += self.shards.weights_bytes(self._model)
-        mine = yield from self.shards.weights(self._model)
+    def weights(self) -> Stream:
+        """The model's `state_dict` in whole shapes, one by one; all of it on rank 0."""
         if self.pp.size == 1:
-            return mine
+            self.sent["tp"]["all_gather"] += self.shards.weights_bytes(self._model)
+            return self.shards.weights(self._model)
         state = self._model.state_dict()
-        tensors = {name: each for name, each in mine.items() if isinstance(each, Tensor)}
-        like = shapes_of_tensors({name: each for name, each in state.items() if isinstance(each, Tensor)}, self.shards)
-        found = yield from self._to_first(tensors, like)
-        return {name: found.get(name, each) for name, each in state.items() if name in found or not isinstance(each, Tensor)}
+        entries = widest_first([Entry(name, self.shards.whole_shape(name, each), Entry.of(name, each).dtype) for name, each in state.items()])
+        moves = self.tp is None or self.tp.rank == 0
+        first = moves and self.pp.rank == 0
+
+        def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
+            for each in entries:
+                whole: Tensor | None = None
+                if self.homes.owns(each.name):
+                    self.sent["tp"]["all_gather"] += self.shards.gather_bytes(each.name, each.dtype)
+                    self.sent["pp"]["send"] += each.num_bytes if moves and self.pp.rank else 0
+                    whole = yield from self.shards.gather(each.name, state[each.name])
+                if moves:
+                    whole = yield from self.homes.bring(each.name, whole, each.shape, each.dtype, self.seat.device)
+                if first:
+                    assert whole is not None
+                    take(each.name, whole)
+
+        return Stream(entries=entries if first else [], run=run)
 
     def find_not_finite(self, batches: Sequence[Any], begin: Callable[[int, ExitStack, bool], None]) -> Steps[list[Any] | None]:
         """Where a value became NaN, as [stage, text]; None if it was not here. All ranks of the replica call it. begin: as for `train`."""

@@ -310,13 +310,13 @@ class Trainer:
         self._enter("saving")
 
         def write(replica: Replica) -> Steps[Path]:
-            pieces, values = yield from replica.optimizer_state()
-            weights = yield from replica.weights()
+            pieces, streams, values = yield from replica.optimizer_state()
             path = yield from save(
                 out,
                 self.next_step,
-                weights=weights,
+                weights=replica.weights(),
                 pieces=pieces,
+                streams=streams,
                 values={"updater": values, "seed": self.job.seed, "batch_size": self.job.batch_size, "shares": self.shares.record},
                 fingerprint=replica.shards.fingerprint(replica.model),
                 plan_text=str(self.plan),

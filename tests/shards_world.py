@@ -145,11 +145,13 @@ class Grid:
         def rank(number: int) -> Steps[Path]:
             for group in self.groups[number].values():
                 group.counts.clear()
-            pieces, values = yield from self.updaters[number].state(self.worlds[number])
-            weights = yield from self.shards[number].weights(self.models[number])
-            self.counted[number] = {axis: {kind: each.bytes for kind, each in group.counts.items()} for axis, group in self.groups[number].items()}
+            pieces, streams, values = yield from self.updaters[number].state(self.worlds[number])
+            weights = self.shards[number].weights(self.models[number])
             settings: dict[str, Any] = {"fingerprint": {}, "plan_text": f"dp={self.dp},tp={self.tp}", "keep": 9}
-            return (yield from save(directory, step, weights=weights, pieces=pieces, values=values, group=self.worlds[number], **settings))
+            settings |= {"weights": weights, "pieces": pieces, "streams": streams, "values": values}
+            path = yield from save(directory, step, group=self.worlds[number], **settings)
+            self.counted[number] = {axis: {kind: each.bytes for kind, each in group.counts.items()} for axis, group in self.groups[number].items()}
+            return path
 
         return run_in_steps([rank(number) for number in range(len(self.models))])[0]
 

@@ -27,6 +27,7 @@ from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import place, take
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.job import Job, NamedParameters
+from meshloom.state import saving
 from meshloom.state.optimizer import Updater
 from meshloom.state.shards import Shards
 
@@ -166,6 +167,24 @@ def test_a_checkpoint_goes_on_under_any_plan(name: str, zero: int, tmp_path: Pat
             torch.testing.assert_close(value, expected[each], rtol=1e-9, atol=1e-11, msg=lambda text, each=each: f"{each}: {text}")
 
 
+def test_a_save_holds_one_whole_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights and state were gathered whole before anything was written: saving under tp took up to twice the memory of a step."""
+    grid = Grid(job(lambda named: torch.optim.AdamW(named, lr=1e-2)), 2, 2, 1, seed=3)
+    grid.step(0)
+    handed: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    real = saving._File.take
+
+    def take(self: saving._File, name: str, tensor: Tensor) -> None:
+        alive.append(sum(each() is not None for each in handed))
+        handed.append(weakref.ref(tensor if tensor._base is None else tensor._base))
+        real(self, name, tensor)
+
+    monkeypatch.setattr(saving._File, "take", take)
+    grid.save(tmp_path, 1)
+    assert len(handed) > 20 and max(alive) <= 4  # of four ranks, one each
+
+
 class Attending(nn.Module):
     """Packed q, k, v with fewer key/value heads than ranks, a tied head, norms."""
 
@@ -252,6 +271,7 @@ def test_a_divided_program_trains_as_one_device_does(name: str, part: Partition)
             for number, value in enumerate(held):
                 value.grad = take(pieces, number, whole).clone()
         assert run_in_steps([rank(number) for number in range(4)]) == pytest.approx([norm] * 4, rel=1e-12)  # order of the sum
-    found = run_in_steps([mine.weights(each) for mine, each in zip(shards, models, strict=True)])[0]
+    found: dict[str, Tensor] = {}
+    run_in_steps([mine.weights(each).run(found.__setitem__) for mine, each in zip(shards, models, strict=True)])
     for each, value in one.state_dict().items():
         torch.testing.assert_close(found[each], value, rtol=1e-8, atol=1e-10, msg=lambda text, each=each: f"{each}: {text}")

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from meshloom.errors import CheckpointError
-from meshloom.state.layout import DTYPES, Piece, meta_text, read_meta, write_tensors
+from meshloom.state.layout import Piece, meta_text, read_meta
+from meshloom.state.tensor_file import DTYPES, write_tensors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

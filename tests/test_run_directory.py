@@ -55,14 +55,14 @@ def test_an_out_that_cannot_be_written_is_noticed_before_the_first_step(plan: st
 
 
 def test_a_rank_that_cannot_write_is_named_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = saving.write_tensors
+    real = saving.TensorFile
 
-    def write(path: Path, tensors: Any) -> Any:
+    def write(path: Path, entries: Any) -> Any:
         if path.name.startswith("state-00001"):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return real(path, tensors)
+        return real(path, entries)
 
-    monkeypatch.setattr(saving, "write_tensors", write)
+    monkeypatch.setattr(saving, "TensorFile", write)
     sentences: list[str] = []
 
     def rank(group: Any) -> Any:

@@ -114,16 +114,17 @@ def test_kill_of_the_first_save_leaves_nothing_that_counts(tmp_path):
 
 def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
     save_step(tmp_path, 1)
-    real, calls = saving.write_tensors, []
+    calls = []
 
-    def write(path, tensors):
-        calls.append(path.name)
-        if path.name.startswith("state-00001"):
-            path.write_bytes(b"part")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, tensors)
+    class Full(saving.TensorFile):
+        def __init__(self, path, entries):
+            calls.append(path.name)
+            if path.name.startswith("state-00001"):
+                path.write_bytes(b"part")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().__init__(path, entries)
 
-    monkeypatch.setattr(saving, "write_tensors", write)
+    monkeypatch.setattr(saving, "TensorFile", Full)
     sentences = []
 
     def rank(group):
@@ -200,11 +201,11 @@ def test_directory_that_the_ranks_do_not_share(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_save_removes_what_it_wrote(tmp_path, monkeypatch):
-    def interrupt(path, tensors):
+    def interrupt(path, entries):
         raise KeyboardInterrupt
 
     save_step(tmp_path, 1)
-    monkeypatch.setattr(saving, "write_tensors", interrupt)
+    monkeypatch.setattr(saving, "TensorFile", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save_step(tmp_path, 2)
     assert names_in(tmp_path) == ["step-00000001"]

@@ -111,7 +111,7 @@ class Parameters:
     def snapshot(self) -> Content:
         """Copies of everything."""
         values, buffers = self.values()
-        pieces, settings = run_in_steps([self._updater.state(self._alone, by_itself=True)])[0]
+        pieces, _, settings = run_in_steps([self._updater.state(self._alone, by_itself=True)])[0]
         kept = [replace(each, tensor=each.tensor.clone()) for each in pieces]
         return Content.of_pieces(values=values, buffers=buffers or {}, settings=settings, pieces=kept)
 

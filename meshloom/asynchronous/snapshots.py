@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 
 from meshloom.asynchronous.parameters import Content
 from meshloom.exchange.elastic.messages import Kind
-from meshloom.state.layout import Piece, sync_directory, write_tensors
+from meshloom.state.layout import Piece, sync_directory
+from meshloom.state.tensor_file import write_tensors
 
 _SUFFIX = ".safetensors"
 _NUMBERS = struct.Struct("<QQ")

@@ -125,22 +125,26 @@ class Homes:
             return {}
         found: dict[str, Tensor | None] = {}
         for name, (shape, dtype) in like.items():
-            tensor = tensors.get(name)
-            if self.owner(name) == 0 or name not in present:
-                found[name] = tensor if name in present else None
-            elif self.owns(name):
-                assert tensor is not None
-                sent = tensor.detach().to(device).contiguous()
-                work = self._group.send(sent, 0)
-                yield
-                work.wait()
-            elif self.rank == 0:
-                received = torch.empty(shape, dtype=dtype, device=device)
-                work = self._group.recv(received, self.owner(name))
-                yield
-                work.wait()
-                found[name] = received
+            found[name] = (yield from self.bring(name, tensors.get(name), shape, dtype, device)) if name in present else None
         return found if self.rank == 0 else {}
+
+    def bring(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Steps[Tensor | None]:
+        """The owner's tensor, on the first rank along pp; elsewhere nothing comes of it."""
+        if self.owner(name) == 0:
+            return tensor if self.rank == 0 else None
+        if self.owns(name):
+            assert tensor is not None
+            sent = tensor.detach().to(device).contiguous()
+            work = self._group.send(sent, 0)
+            yield
+            work.wait()
+        elif self.rank == 0:
+            received = torch.empty(shape, dtype=dtype, device=device)
+            work = self._group.recv(received, self.owner(name))
+            yield
+            work.wait()
+            return received
+        return None
 
     def bytes_per_step(self, parameters: Mapping[str, nn.Parameter]) -> int:
         """What `return_gradients` and `lend` hand to sends: a gradient and a flag to the owner, a value to each borrower."""

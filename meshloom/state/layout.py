@@ -16,47 +16,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from meshloom.errors import CheckpointError
 
 VERSION = 1
 MODEL = "model.safetensors"
 META = "meta.json"
 SAVING = ".saving-"
 REMOVED = ".removed-"
-
-# What the format calls a dtype.
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_STEP = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of a flattened tensor of `shape`, which is known as `key`: `tensor` [stop - start]."""
+    """Elements `start` to `stop` of a flattened tensor of `shape`, which is known as `key`: `tensor` [stop - start].
+
+    On the meta device it is still to come, from a `Stream`.
+    """
 
     key: str
     tensor: Tensor
@@ -114,44 +96,6 @@ def amount(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write a new safetensors file to the disk itself; its size and checksum.
-
-    By hand rather than by the library, which refuses tensors that share memory (tied ones, slices of one bucket) and would have
-    the file read again for its checksum. Tensors go one by one, those of wider elements first so that all are aligned.
-    """
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{name} is of type {type(tensor).__name__}, and a checkpoint holds tensors only")
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, Any] = {}
-    position = 0
-    for name, tensor in ordered:
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{name} is {tensor.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}")
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, position + tensor.nbytes]}
-        position += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    checksum = size = 0
-    with path.open("xb") as file:
-        for part in (len(text).to_bytes(8, "little"), text, *(tensor for _, tensor in ordered)):
-            data = memoryview(part) if isinstance(part, bytes) else tensor_bytes(part)
-            file.write(data)
-            checksum = zlib.crc32(data, checksum)
-            size += len(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "crc32": checksum}
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements in row-major order; little-endian, as are all machines that torch runs on."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    elements: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return memoryview(elements)
-
-
 def sync_directory(path: Path) -> None:
     """Bring the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -195,7 +139,7 @@ def last_order(directory: Path) -> int:
 def step_directories(directory: Path) -> list[Path]:
     """Everything in a run directory that is called like a checkpoint, whole or not, and what a crash left whole but unnamed; lowest step first."""
     found = {*directory.glob("step-*"), *checkpoint_directories(directory)}
-    return sorted((path for path in found if path.is_dir()), key=named_step)
+    return sorted((path for path in found if path.is_dir() and _STEP.fullmatch(named_step(path))), key=named_step)
 
 
 def named_step(path: Path) -> str:

@@ -32,6 +32,7 @@ from meshloom.state.json_values import from_json
 from meshloom.state.made import Made, make_optimizers, make_schedulers, scheduler_values
 from meshloom.state.optimizer_state import Held, StatePart, load_settings, load_state, settings, state_pieces
 from meshloom.state.shards import Shards
+from meshloom.state.tensor_file import Stream
 from meshloom.state.whole import WholeParameters, divide
 from meshloom.state.whole_from_parts import Kept, WholeFromParts
 from meshloom.state.whole_state import whole_pieces
@@ -173,12 +174,15 @@ class Updater:
         """Bytes that `state` hands over, once it has run."""
         return {"all_gather": self._gathered[axis == "tp"]} if any(self._gathered) else {}
 
-    def state(self, world: Group, *, by_itself: bool = False) -> Steps[tuple[list[Piece], dict[str, Any]]]:
-        """This rank's pieces of the state's tensors, and JSON values that are equal on all ranks. by_itself: with all that it needs to load them again.
+    def state(self, world: Group, *, by_itself: bool = False) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
+        """This rank's pieces of the state's tensors, where those come from that are divided over tp, and JSON values that are equal on all ranks.
 
-        Every rank of `world` calls it. Pieces of tensors that are divided over tp are gathered; with tp=1 nothing is sent.
+        by_itself: with all that it needs to load them again.
+
+        Every rank of `world` calls it; with tp=1 nothing is sent.
         """
         pieces: list[Piece] = []
+        streams: list[Stream] = []
         parts: list[StatePart] = []
         for optimizer, held in zip(self._optimizers, self._held, strict=True):
             ready, divided = state_pieces(optimizer, held, by_itself=by_itself)
@@ -187,11 +191,16 @@ class Updater:
         if self._shards.pieces:
             gathered = yield from whole_pieces(parts, self._shards, self._exchange.owners, world, self._device, self._here)
             pieces += gathered.pieces
+            streams.append(gathered.stream)
             self._gathered = gathered.bytes_dp, gathered.bytes_tp
-        return pieces, {
-            "optimizers": [settings(optimizer) for optimizer in self._optimizers],
-            "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
-        }
+        return (
+            pieces,
+            streams,
+            {
+                "optimizers": [settings(optimizer) for optimizer in self._optimizers],
+                "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
+            },
+        )
 
     def load(self, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
         """Restore what `state` gave on all ranks together, saved under any division.

@@ -15,8 +15,13 @@ from meshloom.state.shards import Shards
 from meshloom.state.whole_state import Gathered, whole_pieces
 
 
-def outer_pieces(momentum: Mapping[str, Tensor], shards: Shards, world: Group, device: torch.device, here: Collection[str] | None) -> Steps[Gathered]:
-    """This rank's pieces of it. momentum: of this rank's parameters, or of its parts of them. Every rank of `world` calls it. here: as for `whole_pieces`."""
+def outer_pieces(
+    momentum: Mapping[str, Tensor], shards: Shards, world: Group, device: torch.device, here: Collection[str] | None
+) -> Steps[tuple[list[Piece], Gathered | None]]:
+    """This rank's pieces of it, and what of them is still to be gathered.
+
+    momentum: of this rank's parameters, or of its parts of them. Every rank of `world` calls it. here: as for `whole_pieces`.
+    """
     ready: list[Piece] = []
     parts: list[StatePart] = []
     for name, tensor in momentum.items():
@@ -26,9 +31,9 @@ def outer_pieces(momentum: Mapping[str, Tensor], shards: Shards, world: Group, d
         else:
             ready.append(Piece(_key(name), tensor.reshape(-1), 0, tensor.numel(), tuple(tensor.shape)))
     if not shards.pieces:
-        return Gathered(pieces=ready, bytes_dp=0, bytes_tp=0)
+        return ready, None
     gathered = yield from whole_pieces(parts, shards, None, world, device, here)
-    return Gathered(pieces=ready + gathered.pieces, bytes_dp=0, bytes_tp=gathered.bytes_tp)
+    return ready + gathered.pieces, gathered
 
 
 def load_outer(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ from meshloom.state.layout import (
     state_name,
     step_name,
     sync_directory,
-    write_tensors,
 )
+from meshloom.state.tensor_file import Entry, Stream, TensorFile, widest_first
 
 Identity = tuple[str, int, int, tuple[int, ...], int]  # key, start, stop, shape, bytes
 
@@ -50,8 +50,9 @@ def save(
     directory: Path,
     step: int,
     *,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | Stream,
     pieces: Sequence[Piece],
+    streams: Sequence[Stream] = (),
     values: Any,
     fingerprint: Mapping[str, str],
     plan_text: str,
@@ -62,8 +63,9 @@ def save(
     """Save as `directory`/step-..., and remove all but the `keep` that were saved last. Every rank of `group` calls it.
 
     replaced: what goes too once the new one is whole; of rank 0.
-    weights: by name, in full shape; of rank 0, the others' are not looked at.
+    weights: by name, in full shape; of rank 0, the others' are not looked at, but where they come one by one all ranks take part.
     pieces: what this rank has of the optimizer's state. A piece that several ranks have is written by one of them.
+    streams: from which, one after another, those pieces come that are not here yet.
     values: anything JSON holds; of rank 0.
     Raises the same `CheckpointError` on every rank when any of them cannot write; nothing but older checkpoints is left then.
     """
@@ -76,11 +78,12 @@ def save(
         problem = _first_problem(everyone)
         files: dict[str, Any] = {}
         if problem is None:
-            contents = {state_name(rank, group.size): {piece.name: piece.tensor for piece in pieces if writers[_identity(piece)] == rank}}
-            if rank == 0:
-                contents[MODEL] = dict(weights)
-            needed = sum(getattr(tensor, "nbytes", 0) for tensors in contents.values() for tensor in tensors.values())
-            problem = _attempt(rank, directory, needed, lambda: _write(temporary, contents, files))
+            mine = {piece.name: piece.tensor for piece in pieces if writers[_identity(piece)] == rank}
+            problem = yield from _write(directory, temporary, state_name(rank, group.size), mine, streams, group, files)
+            coming = [weights] if isinstance(weights, Stream) else []
+            tensors = {each.name: each.on_meta() for each in weights.entries} if isinstance(weights, Stream) else weights
+            found = yield from _write(directory, temporary, MODEL if rank == 0 else None, tensors, coming, group, files)
+            problem = problem or found
         everyone = yield from collect(group, {"problem": problem, "files": files})
         problem = _first_problem(everyone)
         if rank == 0 and problem is None:
@@ -120,8 +123,7 @@ def try_saving(directory: Path, group: Group) -> Steps[None]:
     try:
         found = _first_problem((yield from collect(group, {"problem": problem})))
         if found is None:
-            contents = {state_name(rank, group.size): {"probe": torch.zeros(1)}}
-            problem = _attempt(rank, directory, 0, lambda: _write(probe, contents, {}))
+            problem = yield from _write(directory, probe, state_name(rank, group.size), {"probe": torch.zeros(1)}, [], group, {})
         found = found or _first_problem((yield from collect(group, {"problem": problem})))
     finally:
         if rank == 0:
@@ -176,11 +178,75 @@ def _prepare(directory: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _write(temporary: Path, contents: Mapping[str, Mapping[str, Tensor]], files: dict[str, Any]) -> None:
-    if not temporary.is_dir():
-        raise CheckpointError(f"it does not see {temporary}, which rank 0 made; all ranks must save to one directory that they share")
-    for name, tensors in contents.items():
-        files[name] = write_tensors(temporary / name, tensors)
+def _write(
+    directory: Path, temporary: Path, name: str | None, at_hand: Mapping[str, Any], streams: Sequence[Stream], group: Group, files: dict[str, Any]
+) -> Steps[dict[str, Any] | None]:
+    """Write one file of this rank, and tell `files` of it; what the others should know if that fails. name: None: this rank only takes part in streams.
+
+    at_hand: by name; what is only a shape comes from the streams. A rank that cannot write goes on with the others to the end of the streams.
+    """
+    needed = sum(getattr(tensor, "nbytes", 0) for tensor in at_hand.values())
+    coming = [each for stream in streams for each in stream.entries if each.name in at_hand]
+    made: list[_File] = []
+    problem: dict[str, Any] | None = None
+
+    def do(action: Callable[[], None]) -> None:
+        nonlocal problem
+        problem = problem or _attempt(group.rank, directory, needed, action)
+
+    def begin() -> None:
+        if not temporary.is_dir():
+            raise CheckpointError(f"it does not see {temporary}, which rank 0 made; all ranks must save to one directory that they share")
+        made.append(_File(temporary / str(name), at_hand, coming))
+
+    try:
+        if name is not None:
+            do(begin)
+        for stream in streams:
+            yield from stream.run(lambda key, tensor: do(lambda: made[0].take(key, tensor)) if name is not None else None)
+        if name is not None:
+            do(lambda: files.update({name: made[0].close()}))
+    finally:
+        for file in made:
+            file.abandon()
+    return problem
+
+
+class _File:
+    """A file of what is at hand and of what comes, in the order in which it comes, wider elements before narrower ones otherwise."""
+
+    def __init__(self, path: Path, at_hand: Mapping[str, Any], coming: Sequence[Entry]) -> None:
+        self._coming = {each.name for each in coming}
+        self._here = {name: tensor for name, tensor in at_hand.items() if name not in self._coming}
+        here = widest_first([Entry.of(name, tensor) for name, tensor in self._here.items()])
+        self._left: list[Entry] = []
+        for each in coming:
+            while here and here[0].dtype.itemsize >= each.dtype.itemsize:
+                self._left.append(here.pop(0))
+            self._left.append(each)
+        self._left += here
+        self._file = TensorFile(path, self._left)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """The next that comes; what belongs before it is written before it. What another rank writes is passed over."""
+        if name in self._coming:
+            self._add_here()
+            self._left.pop(0)
+            self._file.add(name, tensor)
+
+    def close(self) -> dict[str, int]:
+        """Its size and checksum."""
+        self._add_here()
+        return self._file.close()
+
+    def abandon(self) -> None:
+        """Let go of it."""
+        self._file.abandon()
+
+    def _add_here(self) -> None:
+        while self._left and self._left[0].name in self._here:
+            name = self._left.pop(0).name
+            self._file.add(name, self._here.pop(name))
 
 
 def _commit(directory: Path, temporary: Path, body: Mapping[str, Any], keep: int, replaced: Sequence[Path]) -> None:

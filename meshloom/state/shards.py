@@ -8,8 +8,7 @@ take    a a a b b b                          a a a            b b b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from meshloom.comm.turns import Steps
 from meshloom.graph import pieces as moves
 from meshloom.graph.pieces import Pieces
 from meshloom.state.model import replace_tensors
+from meshloom.state.tensor_file import Entry, Stream, widest_first
 
 
 class Shards:
@@ -113,24 +113,26 @@ class Shards:
 
         replace_tensors(model, part_of)
 
-    def weights(self, model: nn.Module) -> Steps[dict[str, Any]]:
-        """The `state_dict` of a divided model in whole shapes, without what is only a shape here. Divided tensors are gathered one by one, tied ones once.
+    def weights(self, model: nn.Module) -> Stream:
+        """The `state_dict` of a divided model in whole shapes, without what is only a shape here; on the group's first rank.
 
-        All of it is on the group's first rank, in host memory where it was divided; the others return what they hold whole.
+        Divided tensors are gathered one by one, tied ones once.
         """
-        found: dict[str, Any] = {}
-        gathered: dict[str, Tensor | None] = {}  # by the first name of tied ones
-        for name, tensor in model.state_dict().items():
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                continue
-            first = self._first.get(name, name)
-            if name in self.pieces and first not in gathered:
-                whole = yield from self.gather(name, tensor)
-                gathered[first] = whole.to("cpu") if self.rank == 0 else None
-            value = gathered[first] if name in self.pieces else tensor
-            if value is not None:
-                found[name] = value
-        return found
+        state = {name: each for name, each in model.state_dict().items() if not (isinstance(each, Tensor) and each.is_meta)}
+        firsts = list(dict.fromkeys(self._first.get(name, name) for name in state))
+        together = sorted(state, key=lambda name: firsts.index(self._first.get(name, name)))
+        entries = widest_first([Entry(name, self.whole_shape(name, state[name]), Entry.of(name, state[name]).dtype) for name in together])
+
+        def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
+            newest, whole = "", torch.empty(0)
+            for each in entries:
+                if newest != (newest := self._first.get(each.name, each.name)):
+                    del whole
+                    whole = yield from self.gather(each.name, state[each.name])
+                if self.rank == 0:
+                    take(each.name, whole)
+
+        return Stream(entries=entries if self.rank == 0 else [], run=run)
 
     def weights_bytes(self, model: nn.Module) -> int:
         """Bytes that `weights` hands to all_gather."""

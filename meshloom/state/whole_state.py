@@ -1,15 +1,16 @@
-"""State of divided parameters, gathered for a checkpoint: each rank leaves with a contiguous piece of every whole tensor.
+"""State of divided parameters, gathered for a checkpoint one tensor at a time: each rank writes a contiguous piece of every whole tensor.
 
     parts over tp, slices over dp      whole on every rank, one tensor at a time      pieces, one per rank
     [ a a ] [ b b ]                    [ a a b b ]                                    [ a ] [ a ] [ b ] [ b ]
     [ a a ] [ b b ]                    [ a a b b ]
 
-So a checkpoint looks the same under every plan, and holding its pieces takes no more memory than the state itself.
+So a checkpoint looks the same under every plan, and saving takes no more memory than its largest tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +23,15 @@ from meshloom.graph.placement import even_parts
 from meshloom.state.layout import Piece
 from meshloom.state.optimizer_state import StatePart
 from meshloom.state.shards import Shards
+from meshloom.state.tensor_file import Entry, Stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """What a rank saves of the whole tensors, and the bytes that it handed to all_gather along each axis for it."""
+    """What a rank saves of the whole tensors, pieces without elements; from where those come; and the bytes handed to all_gather along each axis for it."""
 
     pieces: list[Piece]
+    stream: Stream
     bytes_dp: int
     bytes_tp: int
 
@@ -36,7 +39,7 @@ class Gathered:
 def whole_pieces(
     parts: Sequence[StatePart], shards: Shards, owners: Group | None, world: Group, device: torch.device, here: Collection[str] | None = None
 ) -> Steps[Gathered]:
-    """This rank's pieces of the whole state tensors that all ranks' `parts` make. Every rank calls it.
+    """This rank's pieces of the whole state tensors that all ranks' `parts` make, agreed on but not gathered yet. Every rank calls it.
 
     owners: the ranks along dp among which the parts are sliced; None: each has all of its part. world: all ranks, for what they agree on first:
     a rank that holds nothing of a parameter does not know its state. device: where the groups' tensors lie. here: names of the parameters that are
@@ -46,25 +49,34 @@ def whole_pieces(
     known: dict[str, tuple[str, torch.dtype]] = {
         key: (name, getattr(torch, dtype)) for rank in everyone for key, name, dtype in rank if here is None or name in here
     }
+    known = dict(sorted(known.items(), key=lambda item: -item[1][1].itemsize))  # as they will lie in files
     mine = {each.key: each for each in parts}
     assert len(mine) == len(parts), "a rank owns one slice of a parameter"
     spans: list[list[list[int]]] = []  # [owner][tensor]
     if owners is not None and known:
         spans = yield from _spans(owners, [mine.get(key) for key in known], device)
-    pieces: list[Piece] = []
-    for number, (key, (name, dtype)) in enumerate(known.items()):
-        divided = shards.pieces[name]
-        flat = mine[key].tensor if key in mine else torch.empty(0, dtype=dtype, device=device)
-        if owners is not None:
-            flat = yield from _joined(owners, flat, [rank[number] for rank in spans], divided.num_elements(shards.rank))
-        whole = yield from shards.gather(name, flat.view(divided.local_shape(shards.rank)))
-        share = shards.rank if owners is None else owners.rank * shards.size + shards.rank
-        start, stop = even_parts(whole.numel(), shards.size * (owners.size if owners else 1))[share]
+    share = shards.rank if owners is None else owners.rank * shards.size + shards.rank
+    pieces: dict[str, Piece] = {}
+    for key, (name, dtype) in known.items():
+        shape = shards.pieces[name].shape
+        start, stop = even_parts(math.prod(shape), shards.size * (owners.size if owners else 1))[share]
         if start < stop:
-            pieces.append(Piece(key, whole.reshape(-1)[start:stop].clone(), start, stop, divided.shape))
+            pieces[key] = Piece(key, torch.empty(stop - start, dtype=dtype, device="meta"), start, stop, shape)
+
+    def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
+        for number, (key, (name, dtype)) in enumerate(known.items()):
+            divided = shards.pieces[name]
+            flat = mine[key].tensor if key in mine else torch.empty(0, dtype=dtype, device=device)
+            if owners is not None:
+                flat = yield from _joined(owners, flat, [rank[number] for rank in spans], divided.num_elements(shards.rank))
+            whole = yield from shards.gather(name, flat.view(divided.local_shape(shards.rank)))
+            if piece := pieces.get(key):
+                take(piece.name, whole.reshape(-1)[piece.start : piece.stop])
+
     slices = [(dtype, [rank[number] for rank in spans]) for number, (_, dtype) in enumerate(known.values())] if spans else []
     return Gathered(
-        pieces=pieces,
+        pieces=list(pieces.values()),
+        stream=Stream(entries=[Entry.of(each.name, each.tensor) for each in pieces.values()], run=run),
         bytes_dp=sum(16 + _longest(each) * dtype.itemsize for dtype, each in slices),
         bytes_tp=sum(shards.gather_bytes(name, dtype) for name, dtype in known.values()),
     )

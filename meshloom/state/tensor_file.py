@@ -1,0 +1,146 @@
+"""Writes a safetensors file whose tensors come one by one, so that nobody holds all of them at once.
+
+    length of the header, 8 bytes | header, JSON: name -> dtype, shape, where | elements of the first, of the second, ...
+
+The header says where everything will lie, so shapes are known beforehand. By hand rather than by the library, which wants all tensors at once, refuses
+those that share memory (tied ones, slices of one bucket), and would have the file read again for its checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.turns import Steps
+from meshloom.errors import CheckpointError
+
+# What the format calls a dtype.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file, before it is there."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(name: str, tensor: Any) -> Entry:
+        """Raises `CheckpointError` for what is no tensor."""
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{name} is of type {type(tensor).__name__}, and a checkpoint holds tensors only")
+        return Entry(name, tuple(tensor.shape), tensor.dtype)
+
+    def on_meta(self) -> Tensor:
+        """Its shape and dtype without elements."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Tensors that several ranks put together, one after another.
+
+    entries: those that this rank is given, in this order. run: hands each to its argument, by name; every rank calls it.
+    """
+
+    entries: Sequence[Entry]
+    run: Callable[[Callable[[str, Tensor], None]], Steps[None]]
+
+
+def widest_first(entries: Iterable[Entry]) -> list[Entry]:
+    """Those of wider elements first, so that all are aligned."""
+    return sorted(entries, key=lambda each: -each.dtype.itemsize)
+
+
+class TensorFile:
+    """A new file with these entries, in this order; `add` takes their tensors in the same order, and `close` says its size and checksum."""
+
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+        header: dict[str, Any] = {}
+        position = 0
+        for each in entries:
+            if each.dtype not in DTYPES:
+                raise CheckpointError(f"{each.name} is {each.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}")
+            header[each.name] = {"dtype": DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": [position, position + each.num_bytes]}
+            position += each.num_bytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._left = list(reversed(entries))
+        self._size = self._checksum = 0
+        self._file = path.open("xb")
+        self._write(memoryview(len(text).to_bytes(8, "little") + text))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The next entry's elements."""
+        entry = self._left.pop()
+        assert entry == Entry.of(name, tensor), f"{name} {tuple(tensor.shape)} {tensor.dtype} comes where {entry} is expected"
+        self._write(tensor_bytes(tensor))
+
+    def close(self) -> dict[str, int]:
+        """Bring it to the disk itself; its size and checksum."""
+        assert not self._left, f"{self._left[-1].name} has not come"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return {"bytes": self._size, "crc32": self._checksum}
+
+    def abandon(self) -> None:
+        """Let go of a file that will not be complete. After `close` nothing happens."""
+        with suppress(OSError):  # what could not be written, cannot be flushed
+            self._file.close()
+
+    def _write(self, data: memoryview) -> None:
+        self._file.write(data)
+        self._checksum = zlib.crc32(data, self._checksum)
+        self._size += len(data)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Write a new file of tensors that are at hand; its size and checksum."""
+    file = TensorFile(path, entries := widest_first([Entry.of(name, tensor) for name, tensor in tensors.items()]))
+    try:
+        for each in entries:
+            file.add(each.name, tensors[each.name])
+        return file.close()
+    finally:
+        file.abandon()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The elements in row-major order; little-endian, as are all machines that torch runs on."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    elements: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(elements)
