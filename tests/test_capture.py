@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 from meshloom.errors import CaptureError
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.check import check_against_eager, check_against_module
+from meshloom.graph.leaves import leaves_of
 from meshloom.graph.program import Program
 from meshloom.job import Job
 from meshloom.random import KeyedDraws, seed_everything
@@ -85,6 +86,20 @@ def _floats(value: Any) -> Iterator[torch.dtype]:
     for each in value if isinstance(value, tuple | list) else [value]:
         if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()):
             yield each.dtype
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_job_is_read_on_the_device_of_its_batch(training: bool):
+    """Metrics, and batches of new shapes, are read while the run goes on, from batches that lie on the GPU; the model that was built for it lay on the CPU."""
+    job = make_job("mlp", "sgd")
+    data = job.data()
+    batches = [default_collate([data[0], data[1]]), default_collate([data[2], data[3]])]
+    there = [leaves_of(batch).rebuild([leaf.to("meta") for leaf in leaves_of(batch).tensors.values()]) for batch in batches]
+    program = capture(job, (there[0], there[1]), training=training)
+    assert program.device.type == "meta"
+    assert [str(node.target) for node in program.nodes] == [
+        str(node.target) for node in capture(job, (batches[0], batches[1]), training=training).nodes
+    ]
 
 
 def test_draws_are_those_of_keyed_eager():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshloom.errors import JobError, MeshloomError
 from meshloom.job import Evaluate
@@ -51,6 +52,15 @@ def test_plain_numbers_are_as_good_as_tensors():
     sums.add("loss", chunk(0, 3), 0.25)
     sums.add("tokens", chunk(0, 3), (3, 4))
     assert sums.means() == {"loss": 0.25, "tokens": 0.75}
+
+
+def test_a_plain_number_is_added_up_where_the_others_are():
+    """It became a tensor on the CPU, and was added to sums on a GPU. Fake tensors have devices that the machine need not have."""
+    with FakeTensorMode():
+        sums = MetricSums(METRICS, torch.device("cuda"))
+        sums.add("loss", chunk(0, 4), 0.5)
+        sums.add("tokens", chunk(0, 4), (torch.ones((), device="cuda"), 4))
+        assert sums.sums.device.type == "cuda"
 
 
 def test_what_a_metric_must_not_return_is_said_of_the_metric():

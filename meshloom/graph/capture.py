@@ -28,7 +28,7 @@ def capture(job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype:
     dtype: convert the model and the batches to it first. numbers: whether numbers in a batch can be inputs; else the program is for these numbers.
     """
     with one_thread():
-        return capture_module(build_model(job, dtype, training=training), job.loss, batches, dtype=dtype, numbers=numbers)
+        return capture_module(build_model(job, dtype, training=training, beside=batches[0]), job.loss, batches, dtype=dtype, numbers=numbers)
 
 
 def capture_module(

@@ -50,7 +50,8 @@ def check_against_eager(program: Program, job: Job, batches: Sequence[Any], *, t
     The model is in the precision that the program was captured in. tolerance: as in `check_against_module`.
     """
     with one_thread():
-        return check_against_module(program, build_model(job, program.precision, training=program.training), job.loss, batches, tolerance=tolerance)
+        model = build_model(job, program.precision, training=program.training, beside=batches[0])
+        return check_against_module(program, model, job.loss, batches, tolerance=tolerance)
 
 
 def check_against_module(

@@ -16,8 +16,11 @@ from meshloom.modes import as_trained
 from meshloom.random import model_seed, preserved_draws, seed_everything
 
 
-def build_model(job: Job, dtype: torch.dtype | None, *, training: bool) -> nn.Module:
-    """The job's model with its initial parameters, floating-point tensors as `dtype` if given; complex ones stay as they are."""
+def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: Any = None) -> nn.Module:
+    """The job's model with its initial parameters, floating-point tensors as `dtype` if given; complex ones stay as they are.
+
+    beside: a batch, on whose device it is put.
+    """
     with preserved_draws():
         seed_everything(model_seed(job.seed))
         model = job.model()
@@ -26,6 +29,9 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool) -> nn.Mo
     for tensor in (*model.parameters(), *model.buffers()):
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
+    for tensor in leaves_of(beside).tensors.values():
+        model = model.to(tensor.device)
+        break
     return as_trained(model) if training else model.eval()
 
 

@@ -23,7 +23,8 @@ class MetricSums:
     def add(self, name: str, chunk: Chunk, returned: Any) -> None:
         """What a metric returned for a chunk; a plain number, as `.item()` gives it, is as good as a scalar tensor."""
         value, weight = as_sum(_as_tensor(returned), chunk.samples, needs_gradient=False, who="The metric")
-        self._rows[name] += torch.stack([value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)])
+        both = [value.double(), torch.as_tensor(weight, dtype=torch.float64, device=value.device)]
+        self._rows[name] += torch.stack(both).to(self.sums.device)  # a plain number lies nowhere
 
     def means(self) -> dict[str, float]:
         """By name; nan where there is no weight."""
