@@ -90,7 +90,7 @@ SAYS = """
     with open_world(Mesh(dp=2), timeout_seconds=60) as world:
         group = world.local[0].groups["dp"].group
         if world.main:
-            print(json.dumps([world.why, type(group).__name__]))
+            print(json.dumps([world.why, type(group).__name__, len(group.secret)]))
 """
 
 
@@ -103,7 +103,8 @@ def test_the_users_choice_reaches_every_rank(tmp_path: Path, transport: str, cap
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("MESHLOOM_TRANSPORT", transport)
     assert run(write_script(tmp_path, SAYS), 2) == 0
-    why, group = json.loads(capfd.readouterr().out)
+    why, group, secret_bytes = json.loads(capfd.readouterr().out)
+    assert secret_bytes == (32 if group == "C10dGroup" else 0)  # over a network pickled batches are signed, with what the launcher has handed down
     if transport == "gloo":
         assert why.endswith(", talking over Gloo: asked for") and group == "C10dGroup"
     elif why_not():
