@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Sequence
 
 from meshloom.asynchronous.options import add_asynchronous
+from meshloom.launch.devices import MOST_SIMULATED, PROCESSES_PER_CORE
 from meshloom.launch.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
 
 TRANSPORT_HELP = "what ranks on the CPU talk through: auto (shared memory where they share a host), or gloo (default: auto)"
+OVERSUBSCRIBE_HELP = f"allow more ranks than make sense: {PROCESSES_PER_CORE} processes per core, {MOST_SIMULATED} simulated ranks"
 JSON_HELP = "write records as JSON lines to FILE; - is standard output"
 
 
@@ -65,6 +67,7 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         verb.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
         verb.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="how long a rank waits for another (default: 600)")
         verb.add_argument("--json", metavar="FILE", help=JSON_HELP)
+        verb.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
         verb.add_argument(
             "--hang-seconds", type=float, default=DEFAULT_SECONDS, metavar="SECONDS",
             help=f"end the run when a rank of this machine hangs in a pipeline's action for so long; 0: never (default: {DEFAULT_SECONDS:g})",
@@ -88,6 +91,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--ranks", type=int, metavar="N", help="plans of at most N ranks; they share cores if there are fewer")
     plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, like 8GiB (default: its share of the host's memory)")
     plan.add_argument("--transport", default="auto", choices=TRANSPORTS, help=TRANSPORT_HELP)
+    plan.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
     plan.add_argument("--machine", metavar="FILE", help="the machine to price for (default: this one; it is measured first if it was not)")
     plan.add_argument("--try", type=int, metavar="N", help="train a few steps under the N plans that look fastest, and recommend by what they took")
     plan.add_argument("--trial", help=argparse.SUPPRESS)  # for our own ranks: where rank 0 writes what a step took
@@ -103,6 +107,7 @@ def _add_describe(describe: argparse.ArgumentParser) -> None:
         "--plan", metavar="PLAN", help="say how this plan divides the model over tp and cuts it over pp, and what ranks send (such as tp=2 or pp=4)"
     )
     describe.add_argument("--memory", metavar="SIZE", help="as for train")
+    describe.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
     describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
     describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
     describe.add_argument("--json", metavar="FILE", help=JSON_HELP)

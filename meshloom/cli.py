@@ -27,7 +27,18 @@ from meshloom.errors import JobError, PlanError
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import as_program, check_target, load_job
-from meshloom.launch import choose_devices, choose_for_workers, default_ranks, is_first_rank, is_rank, leave, report_failure, run_ranks
+from meshloom.launch import (
+    check_ranks,
+    check_timeout,
+    choose_devices,
+    choose_for_workers,
+    default_ranks,
+    is_first_rank,
+    is_rank,
+    leave,
+    report_failure,
+    run_ranks,
+)
 from meshloom.plan import Plan, num_bytes_of
 from meshloom.planner.advise import finalists, tried
 from meshloom.planner.describe import describe
@@ -62,10 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave(report_failure(error))
     try:
         if arguments.verb == "calibrate":
+            check_timeout(arguments.timeout, "--timeout ")
             return _calibrate(arguments)
         if arguments.verb == "report":
             return _report(arguments)
         check_target(arguments.target)
+        if "timeout" in arguments:
+            check_timeout(arguments.timeout, "--timeout ")
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever.")
         if arguments.verb in ("describe", "plan"):
@@ -77,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _run_here(arguments)
         if arguments.verb == "verify":
             check_promised(plan)
-        kind, _ = choose_devices(plan.mesh, arguments.devices)
+        kind, _ = choose_devices(plan.mesh, arguments.devices, arguments.oversubscribe)
         if kind in ("cuda", "cpu") and plan.mesh.size > 1:
             command = [sys.executable, "-m", "meshloom", *words]
             return run_ranks(command, plan.mesh, kind, str(plan), arguments.hang_seconds, arguments.transport)
@@ -135,7 +149,10 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         saved=lambda step, path: _tell_saved(step, path, terminal, records),
     )
     if plan.exchange == "async" and not is_rank():
-        kind, why = choose_for_workers(plan.servers, plan.dp, arguments.devices, virtual=circumstances_of(arguments) is not None)
+        kind, why = choose_for_workers(
+            plan.servers, plan.dp, arguments.devices, virtual=circumstances_of(arguments) is not None,
+            ranks_per_worker=plan.pp * plan.tp, oversubscribe=arguments.oversubscribe,
+        )  # fmt: skip
         if kind == "cpu":
             return _train_on_processes(arguments, job, plan, why, listener, terminal, records)
         arguments.devices = arguments.devices if arguments.devices != "auto" else kind
@@ -149,6 +166,7 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         overwrite=bool(arguments.overwrite),
         timeout_seconds=arguments.timeout,
         transport=arguments.transport,
+        oversubscribe=arguments.oversubscribe,
         share=True,
         listener=listener,
         circumstances=circumstances_of(arguments),
@@ -256,6 +274,7 @@ def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records
         dtype=dtype,
         timeout_seconds=arguments.timeout,
         transport=arguments.transport,
+        oversubscribe=arguments.oversubscribe,
     )
     if report is None:  # the process of another rank: rank 0 reports
         return 0
@@ -266,6 +285,9 @@ def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records
 
 
 def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
+    plan = _plan(arguments)
+    plan.check_batch(arguments.batch or job.batch_size)
+    check_ranks(plan.tp * plan.pp, "simulated", arguments.oversubscribe)
     known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
     path = Path(arguments.machine) if arguments.machine else next((each for each in known if each.is_file()), None)
     description = describe(job, batch_size=arguments.batch, machine=load(path) if path else None)
@@ -273,7 +295,6 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
     print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
     for record in description_records(description, arguments.depth):
         records.write(**record)
-    plan = _plan(arguments)
     if plan.tp > 1:
         account = divided(job, plan, batch_size=arguments.batch, machine=load(Path(arguments.machine)) if arguments.machine else None)
         print(f"\n{text_of(account)}", file=stream)
@@ -298,6 +319,8 @@ def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
     plans = [Plan.parse(arguments.plan)] if arguments.plan else None
     for plan in plans or ():
         check_plan(job, plan)
+        check_ranks(plan.mesh.size, "simulated" if wish.machine else "cpu", arguments.oversubscribe)
+    check_ranks(wish.num_ranks or 1, "simulated" if wish.machine else "cpu", arguments.oversubscribe)
     devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
     if isinstance(devices, int):
         return devices

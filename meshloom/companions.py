@@ -205,8 +205,8 @@ def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
     with Trainer(replace(job, batch_size=job.batch_size // number, evaluate=None), Plan(), devices="cpu", listener=QUIET) as trainer:
         batch = next(iter(trainer.batches()))
         for _ in range(2):
-            trainer.step(batch)
-        yield lambda: trainer.step(batch)
+            trainer.step(replace(batch, step=trainer.next_step))
+        yield lambda: trainer.step(replace(batch, step=trainer.next_step))
 
 
 def _turn(step: Callable[[], object]) -> list[float]:

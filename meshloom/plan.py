@@ -20,6 +20,7 @@ from meshloom.plan_exchange import check_exchange, complete_compress, exempt_set
 from meshloom.plan_shares import apportion, check_shares, complete_shares, fixed_shares
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages a rank; of interleaved at least
+MOST_IDLE_CHUNKS = 4096  # of a batch; more is a mistake, and every one is an entry in lists
 RECOMPUTE = ("none", "full", "selective")
 PLACEMENTS = ("column", "row", "vocabulary", "heads", "channels", "experts", "replicated")
 
@@ -239,6 +240,12 @@ class Plan:
 
     def check_batch(self, batch_size: int) -> None:
         """Raise `PlanError` if a batch of `batch_size` samples cannot be run under this plan."""
+        if self.num_chunks > max(batch_size, MOST_IDLE_CHUNKS):
+            raise PlanError(
+                f"dp={self.dp} x microbatches={self.microbatches} cuts a batch of {batch_size} samples into {self.num_chunks:,} chunks, of which at least "
+                f"{self.num_chunks - batch_size:,} are empty. "
+                + (f"Use dp={batch_size} or less." if self.dp > batch_size else f"Use at most {batch_size // self.dp} microbatches.")
+            )
         if self.sync_batch_norm and not all(self.sizes(batch_size)):
             cut, way_out = "", f"Use at most {batch_size} chunks"
             if self.shares != "even":

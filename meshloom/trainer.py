@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,15 +23,16 @@ from meshloom.comm.record import Count
 from meshloom.comm.seat import Seat
 from meshloom.comm.turns import Steps, advance_one, run_in_steps
 from meshloom.comm.values import agree, collect
-from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError
+from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError, TrainingError
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
 from meshloom.job import Evaluate, Job
-from meshloom.launch import StopRequests, World, launched_plan, open_world, report_stop, tell
+from meshloom.launch import StopRequests, World, is_rank, launched_plan, open_world, report_stop, tell
 from meshloom.mesh import Axis
 from meshloom.pipeline.recorder import Recorder
 from meshloom.plan import Plan
 from meshloom.replica import Replica, StepResult
+from meshloom.report.idle import idle_lines
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.recording import Recording, gather_timeline, is_kept, write_recording
 from meshloom.report.summary import Traffic, time_shares
@@ -46,6 +48,7 @@ from meshloom.state.team_data import open_team_reader
 from meshloom.state.trying import untouched
 
 T = TypeVar("T")
+_WORKING = threading.RLock()  # held by who draws: torch, numpy and Python have one generator for all threads
 CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
 
 
@@ -95,6 +98,9 @@ class Trainer:
     circumstances, snapshot_every: with exchange=async, what happens on the virtual clock, and updates between the servers' snapshots (100). Such a run
         has no loop of one's own: `fit()` goes through it, and `asynchronous` has its model and its ages.
     recorded_shares: with shares=measured, the shares of an earlier run (its `shares.record`) instead of measurements: the same chunks once more.
+    oversubscribe: whether simulated ranks may be more than make sense.
+
+    Trainers of several threads take turns, from step to step, because all threads of a process draw from the same generators.
     """
 
     def __init__(
@@ -115,15 +121,16 @@ class Trainer:
         circumstances: Circumstances | None = None,
         snapshot_every: int | None = None,
         recorded_shares: Record = (),
+        oversubscribe: bool = False,
     ) -> None:
-        if not isinstance(job, Job):
-            raise JobError(f"Trainer takes a Job, not a {type(job).__name__}.")
+        _check_request(
+            job, listener, circumstances, {"steps": steps, "snapshot_every": snapshot_every}, {"out": out, "resume": resume},
+            {"overwrite": overwrite, "share": share, "oversubscribe": oversubscribe}, {"devices": devices, "transport": transport}, dtype,
+        )  # fmt: skip
         self.job = job
         self.plan = _plan(plan)
         self.plan.check_batch(job.batch_size)
         self.steps = steps if steps is not None else job.steps
-        if self.steps < 1:
-            raise JobError(f"steps={self.steps} must be 1 or more.")
         self.out = Path(out) if out is not None else None
         self.next_step = 0
         self.listener = listener or Listener()
@@ -145,8 +152,11 @@ class Trainer:
         self._saved: tuple[int, Path] | None = None  # the newest checkpoint of this run, and its step
         self._stop_requests = StopRequests()
         self._stopping = False  # whether all ranks know that some of them was asked to stop
-        with self._stack as building:
-            self.world: World = building.enter_context(open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm))
+        self._closed = False
+        with working_alone(), self._stack as building:
+            self.world: World = building.enter_context(
+                open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm, oversubscribe=oversubscribe)
+            )
             self._enter("setting up")
             if self.plan.exchange == "async":
                 settings = Settings(
@@ -177,7 +187,7 @@ class Trainer:
             copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
             summed = f"; replicas add up by {self.plan.algorithm}, on messages" if self.plan.algorithm else ""
             self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}{summed}"))
-            for note in self.replicas[0].notes():
+            for note in [*self.replicas[0].notes(), *self._idle()]:
                 self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
             self._enter("between steps")
             self._stack = building.pop_all()
@@ -187,7 +197,7 @@ class Trainer:
 
         After SIGTERM or Ctrl-C a run with `out` finishes its step, saves instead of giving another batch, and raises `SystemExit`.
         """
-        self._refuse_loop()
+        self._refuse_loop("batches()")
         if self.job.evaluate and not self._tried and self.next_step < self.steps:
             self._try_evaluation()
         try:
@@ -198,14 +208,20 @@ class Trainer:
             while self.next_step < self.steps:
                 if self._stopping or (self._stop_requests.received and len(self.replicas) == self.plan.mesh.size):
                     self._stop(self.out)
-                yield self._read()
+                batch = self._read()
+                yield batch
+                if self.next_step == batch.step and not self._closed:
+                    raise TrainingError(
+                        f"The batch of step {batch.step + 1} was not trained, and the next one was asked for. Give each to Trainer.step() before that."
+                    )
         finally:
             self._stop_requests.close()
             self._close_readers()
 
     def step(self, batch: Batch) -> float:
         """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
-        self._refuse_loop()
+        self._refuse_loop("step()")
+        self._check_batch(batch)
         if self.out and not self._stop_requests.armed:
             self._stop_requests.arm()
             tell({"event": "saves"}) if self._stop_requests.armed else None
@@ -274,6 +290,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
+        self._check_open("evaluate()")
         if self.asynchronous:
             return self.asynchronous.evaluate()
         if self.job.evaluate is None:
@@ -302,6 +319,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; its path."""
+        self._check_open("save()")
         if self.asynchronous:
             return self.asynchronous.save()
         if self.out is None:
@@ -347,8 +365,10 @@ class Trainer:
 
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
+        self._check_open("fit()")
         if self.asynchronous:
-            summary = self.asynchronous.fit()
+            with working_alone():
+                summary = self.asynchronous.fit()
             self.next_step = self.asynchronous.next_step
             return summary
         evaluation: dict[str, float] = {}
@@ -414,6 +434,7 @@ class Trainer:
 
     def close(self) -> None:
         """End reader processes, leave the groups, take the hooks off the models."""
+        self._closed = True
         self._close_readers()
         self._stack.close()
 
@@ -421,13 +442,15 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._closed = True
         self._close_readers()
         self._stack.__exit__(kind, error, where)  # after an error the other ranks are not waited for
 
     def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
         """Run one generator per local replica in lockstep, and return their results; errors say which rank, and what it was doing."""
         try:
-            return self._in_lockstep(steps)
+            with working_alone():
+                return self._in_lockstep(steps)
         except PeerLostError as error:
             raise PeerLostError(f"{error} It was {self.world.local[0].activity.now()}.") from error
 
@@ -461,7 +484,31 @@ class Trainer:
             reader.close()
         self._readers = []
 
-    def _refuse_loop(self) -> None:
+    def _idle(self) -> list[str]:
+        """What of the plan has nothing to do."""
+        replica = self.replicas[0]
+        division = replica.staged.division if replica.staged else None
+        divided = sum(not each.is_whole for each in division.first.parameters.values()) if division else None
+        homes = replica.staged.staging.holders if replica.staged and self.plan.pp > 1 else None
+        return idle_lines(self.plan, self.job.batch_size, [name for name, _ in replica.model.named_parameters()], homes=homes, divided=divided)
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise TrainingError(f"This Trainer is closed, so {call} cannot run any more. Call it inside of `with ml.Trainer(...) as trainer:`.")
+
+    def _check_batch(self, batch: Batch) -> None:
+        loop = "for batch in trainer.batches(): loss = trainer.step(batch)"
+        if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise JobError(f"Trainer.step takes a batch that Trainer.batches() gave, not a {type(batch).__name__}. Write: {loop}.")
+        if len(batch.shares) != len(self.replicas):
+            raise JobError(f"This batch is for {len(batch.shares)} ranks in this process, and here are {len(self.replicas)}. Write: {loop}.")
+        if batch.step != self.next_step:
+            raise TrainingError(
+                f"This is the batch of step {batch.step + 1}, and the next step is {self.next_step + 1}: each batch is trained once, in order. Write: {loop}."
+            )
+
+    def _refuse_loop(self, call: str) -> None:
+        self._check_open(call)
         if self.asynchronous:
             raise PlanError("exchange=async has no steps that all workers take together, so there is no loop of one's own. Use Trainer.fit().")
 
@@ -546,6 +593,55 @@ class Trainer:
             add({"all_reduce": replica.bytes_per_evaluation()}, self._evaluations)
         axes = {"dp": total} | {axis: replica.bytes_within(axis) for axis in self._axes_within}
         return Traffic({axis: {name: count for name, count in kinds.items() if count} for axis, kinds in axes.items()})
+
+
+@contextmanager
+def working_alone() -> Generator[None]:
+    """Around what draws or talks: Trainers of other threads wait.
+
+    Where they talk to other processes, each process would choose another one to go first, so there it is an error.
+    """
+    if not _WORKING.acquire(blocking=not is_rank()):
+        raise TrainingError(
+            "Another thread of this rank is in the middle of a step of its Trainer, and ranks would wait for each other for ever. "
+            "Use one Trainer after the other, or one program for each."
+        )
+    try:
+        yield
+    finally:
+        _WORKING.release()
+
+
+def _check_request(
+    job: object, listener: object, circumstances: object, counts: Mapping[str, object], paths: Mapping[str, object], switches: Mapping[str, object],
+    words: Mapping[str, object], dtype: object,
+) -> None:  # fmt: skip
+    """Raise `JobError` for an argument of a kind that no Trainer takes."""
+    if not isinstance(job, Job):
+        raise JobError(f"Trainer takes a Job, not a {type(job).__name__}.")
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise JobError(f"{name}={value!r} must be a whole number, 1 or more.")
+    for name, value in paths.items():
+        if value is not None and not isinstance(value, str | Path):
+            raise JobError(f"{name}={value!r} must be the path of a directory, as text or a pathlib.Path.")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise JobError(f"{name}={value!r} must be True or False.")
+    for name, value in words.items():
+        if not isinstance(value, str):
+            raise JobError(f'{name}={value!r} must be a word, like {name}="auto".')
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        said = f"dtype=torch.{dtype}" if dtype in ("float64", "float32", "bfloat16", "float16") else "dtype=torch.float64"
+        raise JobError(f"dtype={dtype!r} must be a floating-point dtype of torch, like {said}.")
+    if listener is not None and not isinstance(listener, Listener):
+        name = getattr(listener, "__name__", repr(listener))
+        raise JobError(f"listener={name} must be a Listener of functions, like listener=ml.Listener(step=print), not a {type(listener).__name__}.")
+    for each in fields(Listener) if isinstance(listener, Listener) else ():
+        if not callable(getattr(listener, each.name)):
+            raise JobError(f"Listener({each.name}=...) must be a function, not a {type(getattr(listener, each.name)).__name__}.")
+    if circumstances is not None and not isinstance(circumstances, Circumstances):
+        raise JobError(f"circumstances must be ml.Circumstances(...), not a {type(circumstances).__name__}.")
 
 
 def _plan(plan: Plan | str | None) -> Plan:

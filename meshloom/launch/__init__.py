@@ -28,11 +28,11 @@ ranks of a worker that is several; role.py is what each is told.
 from __future__ import annotations
 
 from meshloom.comm.cores import cores
-from meshloom.launch.devices import DEVICES, Kind, choose_devices, choose_for_workers, default_ranks
+from meshloom.launch.devices import DEVICES, Kind, check_ranks, choose_devices, choose_for_workers, default_ranks
 from meshloom.launch.environment import is_first_rank, is_rank, launched_plan, launched_role
 from meshloom.launch.failure import leave, report_failure, report_stop
 from meshloom.launch.launcher import run_ranks
-from meshloom.launch.opening import open_world
+from meshloom.launch.opening import check_timeout, open_world
 from meshloom.launch.signals import StopRequests
 from meshloom.launch.telling import tell
 from meshloom.launch.world import LocalRank, World
@@ -43,6 +43,8 @@ __all__ = [
     "LocalRank",
     "StopRequests",
     "World",
+    "check_ranks",
+    "check_timeout",
     "choose_devices",
     "choose_for_workers",
     "cores",

@@ -13,14 +13,17 @@ from meshloom.launch.wording import counted, visible_gpus
 from meshloom.mesh import Mesh
 
 Kind = Literal["cuda", "cpu", "simulated"]
+PROCESSES_PER_CORE = 8  # each has Python and torch, 0.3 GiB and seconds of a core to start; more only wait for each other
+MOST_SIMULATED = 256  # ranks in one process: each has what it trains, an optimizer and, where a model is read, a thread
 DEVICES = ("auto", "cuda", "cpu", "simulated", "simulated:cuda")
 
 
-def choose_devices(mesh: Mesh, devices: str = "auto") -> tuple[Kind, str]:
+def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = False) -> tuple[Kind, str]:
     """Where the ranks of `mesh` go on this machine, and a line that says why: for cuda and cpu, `run_ranks` starts them if there are several.
 
     GPUs if there is one for each rank; otherwise CPU processes if there is a core for each; otherwise simulated.
-    Raises `DeviceError` when what was asked for is not there.
+    oversubscribe: whether ranks may be more than this machine can reasonably run.
+    Raises `DeviceError` when what was asked for is not there, or if there are more ranks than that.
     """
     check_devices(devices)
     num_gpus, num_cores, size = torch.cuda.device_count(), cores(), mesh.size
@@ -34,17 +37,22 @@ def choose_devices(mesh: Mesh, devices: str = "auto") -> tuple[Kind, str]:
     if devices == "cuda" or (devices == "auto" and size <= num_gpus):
         return "cuda", f"cuda: {ranks}, one GPU each ({reason})"
     if devices == "cpu" or (devices == "auto" and size <= num_cores):
+        check_ranks(size, "cpu", oversubscribe)
         threads = counted(threads_per_rank(size), "thread")
         return "cpu", f"cpu: {ranks} as process{'es' * (size > 1)} on {on_cores}, {threads} each ({reason})"
+    check_ranks(size, "simulated", oversubscribe)
     if devices == "auto":
         reason += f", and {ranks} are more than {on_cores}"
     return "simulated", f"simulated: {ranks} in one process on {counted(num_gpus, 'GPU') if ':' in devices else on_cores} ({reason})"
 
 
-def choose_for_workers(num_servers: int, num_workers: int, devices: str = "auto", virtual: bool = False) -> tuple[Kind, str]:
+def choose_for_workers(
+    num_servers: int, num_workers: int, devices: str = "auto", virtual: bool = False, *, ranks_per_worker: int = 1, oversubscribe: bool = False
+) -> tuple[Kind, str]:
     """Where an asynchronous run goes: processes of this machine if there is a core for each worker (servers mostly wait), otherwise simulated.
 
-    virtual: whether something was said of a virtual clock. Raises `DeviceError` when what was asked for cannot be.
+    virtual: whether something was said of a virtual clock. oversubscribe: as for `choose_devices`.
+    Raises `DeviceError` when what was asked for cannot be.
     """
     check_devices(devices)
     on_cores = counted(cores(), "core")
@@ -52,10 +60,24 @@ def choose_for_workers(num_servers: int, num_workers: int, devices: str = "auto"
         raise DeviceError("exchange=async trains on CPU processes or simulated devices, not on devices=cuda. Use devices=cpu or devices=simulated.")
     who = f"{counted(num_servers, 'server')} and {counted(num_workers, 'worker')}"
     if devices == "cpu" or (devices == "auto" and not virtual and num_workers <= cores()):
+        check_ranks(num_servers + num_workers * ranks_per_worker, "cpu", oversubscribe)
         reason = "asked for" if devices == "cpu" else "a core for each worker"
         return "cpu", f"cpu: {who} as processes on {on_cores}, {counted(threads_per_rank(num_workers), 'thread')} each ({reason})"
+    check_ranks(num_servers + num_workers * ranks_per_worker, "simulated", oversubscribe)
     reason = "asked for" if devices != "auto" else "on a virtual clock" if virtual else f"{counted(num_workers, 'worker')} are more than {on_cores}"
     return "simulated", f"simulated: {who} in one process ({reason})"
+
+
+def check_ranks(size: int, kind: Kind, oversubscribe: bool) -> None:
+    """Raises `DeviceError` for more ranks than this machine can reasonably run, unless they are wanted."""
+    most = MOST_SIMULATED if kind == "simulated" else PROCESSES_PER_CORE * max(2, cores())
+    if oversubscribe or kind == "cuda" or size <= most:
+        return
+    if kind == "simulated":
+        why = f"{size:,} simulated ranks would all be in this process, each with what it trains and an optimizer, and {most} are the most that make sense"
+    else:
+        why = f"{size:,} processes on {counted(cores(), 'core')} would mostly wait for each other, at 0.3 GiB each, and {most} are the most that make sense"
+    raise DeviceError(f"{why}. Use a plan of at most {most} ranks, or, if you mean it, --oversubscribe (in Python oversubscribe=True).")
 
 
 def default_ranks(devices: str = "auto") -> int:

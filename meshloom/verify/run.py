@@ -26,7 +26,7 @@ from meshloom.state.digest import digest
 from meshloom.state.homes import held
 from meshloom.state.model import build_model, state_of
 from meshloom.state.samples import first_batches
-from meshloom.trainer import Trainer
+from meshloom.trainer import Trainer, working_alone
 from meshloom.verify.hold import hold_against
 from meshloom.verify.mistakes import Cause
 from meshloom.verify.nodes import first_difference
@@ -46,6 +46,7 @@ def verify(
     dtype: torch.dtype | None = None,
     timeout_seconds: float = 600.0,
     transport: str = "auto",
+    oversubscribe: bool = False,
 ) -> Report | None:
     """Run `steps` steps of `job` under `plan` and on one device, and compare. None on ranks other than 0, which cannot tell.
 
@@ -55,9 +56,9 @@ def verify(
     keyed = replace(plan, keyed_draws=True)
     recorded = _changing_shares(plan, steps)
     quiet = Listener(started=lambda text: None)  # the report says it
-    with Trainer(
+    with working_alone(), Trainer(
         replace(job, evaluate=None), keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet,
-        recorded_shares=recorded,
+        recorded_shares=recorded, oversubscribe=oversubscribe,
     ) as trainer:  # fmt: skip
         owned = trainer.together(_owned)[0]
         records = _plan_steps(trainer, dtype)
