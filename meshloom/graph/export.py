@@ -26,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed, changed_attributes, plain_attributes, plain_values, whole_attributes
 from meshloom.graph.contexts import Autocast, Context
+from meshloom.graph.inner_gradients import InnerGradients, transforms_ended
 from meshloom.graph.lines import WAY_OUT, Line, Place, place_here, place_of_error
 from meshloom.graph.readable import aligned_without_values, readable
 
@@ -62,13 +63,16 @@ def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[
     wrapper = _Loss(model, loss, seen)
     copies = tuple(leaf.detach().clone() for leaf in leaves)  # two that were one tensor become two
     try:
-        with warnings.catch_warnings(), readable(), aligned_without_values(), _quiet():
+        with warnings.catch_warnings(), readable(), aligned_without_values(), _quiet(), transforms_ended():
             warnings.simplefilter("ignore")  # about attributes, which are looked at here
             exported = torch.export.export(wrapper, copies, strict=False)
     except CaptureError:
         raise
     except Exception as error:
+        seen.gradients.check()
+        seen.gradients.refuse_transforms(error)
         raise CaptureError(_explain(error)) from error
+    seen.gradients.check(exported.graph_module.graph)
     return _read(exported, seen)
 
 
@@ -102,6 +106,7 @@ class _Seen:
     out_spec: TreeSpec | None = None
     changed: list[Changed] = field(default_factory=list)
     left: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    gradients: InnerGradients = field(default_factory=InnerGradients)
 
 
 class _Loss(nn.Module):
@@ -116,7 +121,7 @@ class _Loss(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         before, values = plain_attributes(self.model), plain_values(self.model)
-        with _noting(), whole_attributes(self.model), _written_buffers(self.model):
+        with _noting(), whole_attributes(self.model), _written_buffers(self.model), self._seen.gradients.noted():
             value = self._loss(self.model, leaves)
         self._seen.changed = changed_attributes(before, plain_attributes(self.model))
         now = plain_values(self.model)

@@ -127,11 +127,17 @@ def _summary(name: str, call: int, output: Any) -> ModuleOutput:
     total, square, count = 0.0, 0.0, 0
     with torch.no_grad():
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not _is_transformed(leaf):
                 values = torch.view_as_real(leaf).detach() if leaf.is_complex() else leaf.detach()
                 values = values.double()
                 total, square, count = total + values.sum().item(), square + values.square().sum().item(), count + values.numel()
     return ModuleOutput(name=name, call=call, total=total, square=square, count=count)
+
+
+def _is_transformed(leaf: Tensor) -> bool:
+    """Whether it is what a transform of `torch.func` sees, which has no values of its own."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return functorch.is_functorch_wrapped_tensor(leaf)
 
 
 class CastWatch(TorchDispatchMode):
