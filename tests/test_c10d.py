@@ -6,12 +6,14 @@ import os
 import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
 
+from meshloom.comm import c10d
 from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
@@ -121,6 +123,29 @@ def test_reduction_is_bit_identical_on_all_ranks_and_near_the_simulated_one():
     assert all(torch.equal(first, other) for other in others)
     mean = sum(torch.randn(10_007, generator=torch.Generator().manual_seed(rank)) for rank in range(3)) / 3
     torch.testing.assert_close(first, mean, rtol=1e-6, atol=1e-7)  # sum order differs: 3 ranks
+
+
+def _many_at_once() -> tuple[list[int], bool]:
+    c10d._COPIED_BYTES = 2 * 4000  # of which two operations fit
+    group = _join()
+    sums, everyone = [torch.empty(500) for _ in range(6)], [torch.empty(1000) for _ in range(6)]
+    works: list[Any] = []
+    held: list[int] = []
+    for number, (mine, whole) in enumerate(zip(sums, everyone, strict=True)):
+        works.append(group.reduce_scatter(mine, torch.full((1000,), float(number))))
+        works.append(group.all_gather(whole, torch.full((500,), float(group.rank))))
+        held.append(sum(each._work is not None for each in works))
+    for work in works:
+        work.wait()
+    right = all(bool((mine == 2.0 * number).all()) for number, mine in enumerate(sums))
+    right &= all(bool((whole.view(2, 500) == torch.tensor([[0.0], [1.0]])).all()) for whole in everyone)
+    dist.destroy_process_group()
+    return held, right
+
+
+def test_what_gloo_copies_is_bounded():
+    """zero=1 took more memory than zero=0: Gloo kept a copy of every bucket until the next step, and of all parameters while they were gathered."""
+    assert on_ranks(_many_at_once, 2) == [([2] * 6, True)] * 2
 
 
 def _values_on_a_rank() -> object:

@@ -9,6 +9,7 @@ it lives, `abort()` leaves a note in the group's store, which waiting ranks look
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +31,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single" if h
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _GLANCE = timedelta(seconds=1)
+# Gloo copies what it scatters or gathers, until somebody has waited for it. Above so many bytes under way the oldest is waited for first.
+_COPIED_BYTES = 64 << 20
 
 # Fragments of what Gloo, NCCL and the store say, in lower case.
 _LOST = ("connection", "closed", "reset by peer", "broken pipe", "timed out", "timeout", "abort", "remote", "nccl", "socket", "store")
@@ -62,6 +65,7 @@ class C10dGroup(Group):
         self._activity = activity or Activity()
         self._notes = Notes(process_group.get_group_store)
         self._aborted = False
+        self._copied: deque[tuple[Work, int]] = deque()  # under way, and of how many bytes the backend holds a copy
 
     @property
     def rank(self) -> int:
@@ -91,6 +95,7 @@ class C10dGroup(Group):
             [output, tensor],
             lambda: _reduce_scatter(output.view(-1), tensor.view(-1), op=_OPS[op], group=self._process_group, async_op=True),
             (lambda: divide(output, self.size)) if op == "avg" else None,
+            copied_bytes=tensor.nbytes,
         )
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -99,6 +104,7 @@ class C10dGroup(Group):
             f"all_gather of {_describe(tensor)}",
             [output, tensor],
             lambda: _all_gather(output.view(-1), tensor.view(-1), group=self._process_group, async_op=True),
+            copied_bytes=output.nbytes,
         )
 
     def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
@@ -169,15 +175,24 @@ class C10dGroup(Group):
         start: Callable[[], dist.Work | None],
         finish: Callable[[], None] | None = None,
         glance: bool = True,
+        copied_bytes: int = 0,
     ) -> Work:
-        """`finish` runs in the wait. glance: whether the wait may look up from time to time (waiting for a message again is not possible)."""
+        """`finish` runs in the wait. glance: whether the wait may look up from time to time (waiting for a message again is not possible).
+
+        copied_bytes: of which the backend holds a copy on the CPU, until the wait.
+        """
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        while copied_bytes and self._copied and sum(size for _, size in self._copied) + copied_bytes > _COPIED_BYTES:
+            self._copied.popleft()[0].wait()
         with self._explained(what):
             self._check_aborted(what)
             work = start()
         if work is None:
             raise CollectiveError(f"{self._members[self.rank]} takes no part in {what}.")
-        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
-        return _C10dWork(self, work, what, tensors, finish, glance and on_cpu)
+        started = _C10dWork(self, work, what, tensors, finish, glance and on_cpu)
+        if copied_bytes and on_cpu:
+            self._copied.append((started, copied_bytes))
+        return started
 
     def wait_for(self, work: dist.Work, what: str, glance: bool) -> None:
         """Wait for an operation of this group, looking at the store for a rank that left if `glance`."""
@@ -227,22 +242,22 @@ class C10dGroup(Group):
 
 class _C10dWork(Work):
     def __init__(self, group: C10dGroup, work: dist.Work, what: str, tensors: list[Tensor], finish: Callable[[], None] | None, glance: bool) -> None:
-        self._group, self._work, self._what, self._glance = group, work, what, glance
+        self._group, self._what, self._glance = group, what, glance
+        self._work: dist.Work | None = work  # with what the backend has copied
         self._tensors = tensors  # kept alive while the backend uses their memory
         self._finish = finish
-        self._done = False
 
     def wait(self) -> None:
-        if self._done:
+        if self._work is None:
             return
         self._group.wait_for(self._work, self._what, self._glance)
         if self._finish:
             self._finish()
-        self._done = True
+        self._work = None
         self._tensors = []
 
     def is_finished(self) -> bool:
-        return self._done or self._work.is_completed()
+        return self._work is None or self._work.is_completed()
 
 
 def _describe(tensor: Tensor) -> str:
