@@ -468,6 +468,11 @@ class Replica:
     def notes(self) -> list[str]:
         """What the user should know before the first step."""
         notes = self.updater.notes()
+        if self.staged and self.staged.compiled:
+            notes.append(
+                "torch.compile has no effect under tp, pp and recompute: the loss is read as a list of operators, which are run one by one "
+                f"({', '.join(name or 'the model' for name in self.staged.compiled[:4])}{', ...' if len(self.staged.compiled) > 4 else ''})."
+            )
         if self._sparse and self.plan.dp > 1 and not self.plan.local:
             most = self._sparse.most_bytes()
             notes.append(

@@ -21,6 +21,7 @@ from meshloom.comm.seat import Seat
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first
+from meshloom.compiled import without_compilation
 from meshloom.errors import CaptureError, DataError
 from meshloom.exchange.exchange import Exchange
 from meshloom.graph.batch_values import check_following
@@ -74,6 +75,7 @@ class Staged:
         self.shards: Shards
         self.microbatches: Microbatches
         self.statistics: dict[int, RunningStatistics] = {}
+        self.compiled: list[str] = []  # modules that torch.compile would have compiled
         self._team = team
         self._model: nn.Module
         self._summed: list[tuple[str, nn.Parameter]] = []
@@ -82,6 +84,7 @@ class Staged:
 
     def open(self, model: nn.Module) -> Steps[None]:
         """Read the loss, decide who holds what, and let go of the rest. All ranks call it; model: whole, and on rank 0 as it was built."""
+        self.compiled = without_compilation(model)
         size = self.plan.largest_share(self.job.batch_size)[0]
         batches = yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)
         there = [to_device(each, self.seat.device, self.dtype) for each in batches or ()]

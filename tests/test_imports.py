@@ -32,7 +32,7 @@ ORDER = [
     ["graph"],
     ["comm"],
     ["jobfile"],
-    ["loss", "modes"],
+    ["loss", "modes", "compiled"],
     ["job"],
     ["plan", "random", "cluster"],
     ["plan_exchange", "plan_shares", "links"],

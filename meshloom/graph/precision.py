@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshloom.compiled import named_as_written, without_compilation
 from meshloom.errors import JobError
 from meshloom.graph.leaves import leaves_of
 from meshloom.job import Job
@@ -26,6 +27,8 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: 
         model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
+    model = named_as_written(model)
+    without_compilation(model)
     for tensor in (*model.parameters(), *model.buffers()):
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.compiled import named_as_written
 from meshloom.errors import JobError
 from meshloom.job import Job
 from meshloom.modes import as_trained
@@ -26,7 +27,7 @@ def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise JobError(f"{name} has no shape yet (a lazy module). Let the model function run one batch through the model before returning it.")
-    model = model.to(device)
+    model = named_as_written(model).to(device)
     for tensor in (*model.parameters(), *model.buffers()) if dtype else ():  # Module.to would drop the imaginary part of complex ones
         tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data
     return as_trained(model)

@@ -24,6 +24,7 @@ from torch.optim import SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import default_collate
 
+from meshloom.compiled import named_as_written
 from meshloom.errors import JobError
 from meshloom.job import Job
 from meshloom.plan import Plan
@@ -80,7 +81,7 @@ class Reference:
         self.device = torch.device(device)
         with preserved_draws():
             seed_everything(model_seed(job.seed))
-            self.model = convert_model(job.model(), self.device, dtype)
+            self.model = convert_model(named_as_written(job.model()), self.device, dtype)
             if not self.model.training:  # handed over in evaluation mode as a whole
                 self.model.train()
             self._modes = [(module, module.training) for module in self.model.modules()]  # modules that the job keeps in evaluation mode stay so

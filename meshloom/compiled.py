@@ -1,0 +1,46 @@
+"""Compiled modules under the names that they have without `torch.compile`.
+
+`torch.compile(module)` puts a module around the one that it compiles, so that all names below it get a further part (`_orig_mod`), in checkpoints,
+errors and reports. Here the inner one takes its place and is called through what was compiled, as after `module.compile()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def named_as_written(model: nn.Module) -> nn.Module:
+    """The model with the module inside in the place of every compiled one; the same computations are compiled.
+
+    >>> import torch
+    >>> model = named_as_written(torch.compile(nn.Sequential(torch.compile(nn.Linear(3, 2)))))
+    >>> [name for name, _ in model.named_parameters()]
+    ['0.weight', '0.bias']
+    """
+    found = _inside(model)
+    for module in list(found.modules()):
+        children: dict[str, nn.Module | None] = vars(module)["_modules"]
+        for name, child in children.items():
+            children[name] = _inside(child) if child is not None else None
+    return found
+
+
+def without_compilation(model: nn.Module) -> list[str]:
+    """Let modules that are `named_as_written` be called as they were written; the names of those that were compiled."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        each: Any = module
+        if each._compiled_call_impl is not None:
+            each._compiled_call_impl = None
+            names.append(name)
+    return names
+
+
+def _inside(module: Any) -> nn.Module:
+    while "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx"):
+        inner = module._orig_mod
+        inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
+        module = inner
+    return module

@@ -1,0 +1,76 @@
+"""A model that `torch.compile` wraps is, but for its speed, the model: same names, same checkpoints, under every plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshloom.compiled import named_as_written, without_compilation
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.trainer import Trainer
+from meshloom.verify.run import verify
+from tests.jobs import MLP, make_job
+
+pytestmark = pytest.mark.usefixtures("silent_export")
+compiled: Any = lambda module: torch.compile(module, backend="eager")  # noqa: E731  # inductor's kernels are not what is tested
+
+
+def whole() -> nn.Module:
+    return compiled(MLP())
+
+
+def a_layer() -> nn.Module:
+    model = MLP()
+    model.second = compiled(model.second)
+    return model
+
+
+def in_place() -> nn.Module:
+    model = MLP()
+    model.compile(backend="eager")
+    return model
+
+
+FORMS = [whole, a_layer, in_place]
+
+
+def job_of(model: Callable[[], nn.Module]) -> Job:
+    return dataclasses.replace(make_job("mlp", "adamw"), model=model)
+
+
+@pytest.mark.parametrize("model", FORMS)
+def test_names_are_those_without_it_and_what_was_compiled_is_called(model: Callable[[], nn.Module]):
+    found = named_as_written(model())
+    assert [name for name, _ in found.named_parameters()] == [name for name, _ in MLP().named_parameters()]
+    assert without_compilation(found) == (["second"] if model is a_layer else [""])
+    assert without_compilation(found) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
+@pytest.mark.parametrize("model", FORMS)
+def test_a_plan_equals_one_device(model: Callable[[], nn.Module], plan: str):
+    report = verify(job_of(model), Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
+    assert report is not None and report.passed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after", "plan"), [(whole, MLP, "dp=1"), (MLP, whole, "dp=1"), (a_layer, in_place, "pp=2")])
+def test_either_form_resumes_the_other(before: Callable[[], nn.Module], after: Callable[[], nn.Module], plan: str, tmp_path: Path):
+    """Names in checkpoints had `_orig_mod.` in them."""
+    with Trainer(job_of(before), plan, devices="simulated", steps=1, out=tmp_path) as trainer:
+        trainer.fit()
+    found = losses(job_of(after), plan, steps=2, resume=tmp_path)
+    assert found == pytest.approx(losses(job_of(MLP), plan, steps=2)[1:], rel=1e-6)  # compiled operators may be fused
+
+
+def losses(job: Job, plan: str, **settings: Any) -> list[float]:
+    with Trainer(job, plan, devices="simulated", **settings) as trainer:
+        return [trainer.step(batch) for batch in trainer.batches()]
