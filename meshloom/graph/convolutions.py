@@ -5,7 +5,7 @@ block's first layer and its shortcut share one collective.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,9 @@ class GatheredConvolutions(GatheredLayers):
 
     def biases(self) -> tuple[bool, ...]:
         return tuple(layer.biased for layer in self.layers)
+
+    def only(self, numbers: Sequence[int]) -> GatheredConvolutions:
+        return replace(self, layers=tuple(self.layers[number] for number in numbers))
 
     def lands(self, weight: Tensor) -> bool:
         return False  # its kernel makes a tensor of its own in any case

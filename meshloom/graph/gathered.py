@@ -10,13 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.graph.collectives import Transition, start_gather, start_sum_back
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,10 @@ class GatheredLayers(ABC):
     @abstractmethod
     def biases(self) -> tuple[bool, ...]:
         """For every layer, whether it has a bias."""
+
+    @abstractmethod
+    def only(self, numbers: Sequence[int]) -> GatheredLayers:
+        """Some of the layers, with a change of their input of their own."""
 
     @abstractmethod
     def lands(self, weight: Tensor) -> bool:
@@ -60,7 +66,7 @@ class GatheredLayers(ABC):
         """What all layers make of all of x."""
         return tuple(self.forward(layer, x, weight, bias) for layer, (weight, bias) in enumerate(self.parted(weights)))
 
-    def parted(self, weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    def parted(self, weights: Sequence[T]) -> list[tuple[T, T | None]]:
         """Weight and bias of each layer."""
         rest = iter(weights)
         return [(next(rest), next(rest) if biased else None) for biased in self.biases()]

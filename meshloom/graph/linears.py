@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,6 +28,9 @@ class GatheredLinears(GatheredLayers):
 
     def biases(self) -> tuple[bool, ...]:
         return self.biased
+
+    def only(self, numbers: Sequence[int]) -> GatheredLinears:
+        return replace(self, biased=tuple(self.biased[number] for number in numbers))
 
     def lands(self, weight: Tensor) -> bool:
         return self.landing is not None and may_land(weight)

@@ -17,6 +17,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import on_first, share
 from meshloom.errors import PlanError
+from meshloom.graph.apart import changes_apart, layers_apart
 from meshloom.graph.collectives import Transition
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cut import CutChoice
@@ -111,7 +112,8 @@ class Staging:
             # One rank decides, by its rates; ranks of a team have to run the same again.
             decided = yield from on_first(group, lambda: sorted(kept_values(whole, priced, self._plan.recompute, self._rates_here(whole))), PlanError)
             part = replace(part, kept=frozenset((yield from share(group, decided))), _runners={})
-        stages = cut_into_stages(part, with_changes_placed(part, stage_of), self._plan.num_stages)
+        part = layers_apart(part, stage_of)
+        stages = cut_into_stages(*changes_apart(part, with_changes_placed(part, stage_of)), self._plan.num_stages)
         if self._homes is None:
             self._homes = users_of(stages)
         self.first = self.first or stages

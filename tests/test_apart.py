@@ -1,0 +1,84 @@
+"""A divided program's parameters lie in the stages in which the whole program uses them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from meshloom.graph.apart import changes_apart, layers_apart
+from meshloom.graph.capture import capture
+from meshloom.graph.choose import choose
+from meshloom.graph.gathered import GatheredLayers
+from meshloom.graph.layout import layout_of
+from meshloom.graph.partition import partition
+from meshloom.graph.program import Program
+from meshloom.graph.rules.table import BUILT_IN
+from meshloom.graph.stages import cut_into_stages, users_of
+from meshloom.job import Job
+from meshloom.pipeline.staging import with_changes_placed
+from tests.any_jobs import job_of
+from tests.division import RATES, at_random
+from tests.jobs import make_job
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+
+class Three(nn.Module):
+    """[batch, 7] -> [batch, 9]: three layers read one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.c = (nn.Linear(*sizes) for sizes in ((7, 5), (5, 9), (5, 9), (5, 9)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        y = torch.tanh(self.a(x))
+        y = torch.tanh(y * self.b(x))
+        return torch.tanh(y + self.c(x))
+
+
+def read(job: Job) -> Program:
+    data: Any = job.data()
+    batches = default_collate([data[at] for at in range(3)]), default_collate([data[at] for at in range(3, 6)])
+    return capture(job, batches, dtype=torch.float64)
+
+
+def check(program: Program, divided: Program, asked: dict[str, int]) -> Program:
+    """Parameters lie in the stages in which the whole program uses them. The divided program, apart."""
+    part = layers_apart(divided, asked)
+    part, stage_of = changes_apart(part, with_changes_placed(part, asked))
+    found, expected = users_of(cut_into_stages(part, stage_of, 3)), users_of(cut_into_stages(program, asked, 3))
+    assert {name: found[name] for name in program.parameters} == {name: expected[name] for name in program.parameters}
+    return part
+
+
+def test_layers_of_one_input_are_run_together_within_a_stage():
+    """They were run together in the first of their stages, and took their parameters with them."""
+    program = read(replace(make_job("mlp", "sgd"), model=Three))
+    choice = choose(layout_of(program, BUILT_IN), 2, RATES, placements={"a": "column", "b": "column", "c": "column"})
+    divided = partition(choice).programs[0]
+    together = [len(node.outputs) for node in divided.nodes if isinstance(node.target, GatheredLayers)]
+    a, b, c = (next(at for at, node in enumerate(program.nodes) if node.path == name) for name in "abc")
+    assert 3 in together
+    for first, second, expected in ((b, c, [1, 1, 1]), (a, c, [1, 2]), (a - 1, a, [3])):
+        asked = {node.name: (at >= first) + (at >= second) for at, node in enumerate(program.nodes)}
+        part = check(program, divided, asked)
+        assert sorted(len(node.outputs) for node in part.nodes if isinstance(node.target, GatheredLayers) and "a" <= node.path <= "c") == expected
+
+
+@pytest.mark.parametrize("name", ["shared", "grouped"])
+def test_parameters_lie_where_they_are_used_without_tp(name: str):
+    """A change of a parameter's placement was made once, in the first stage that used it, and its value was sent to the others. A batch of another shape was
+    then refused: "uses up.weight, which lies in stage 0"."""
+    program = read(job_of(name, random.Random(name)))
+    count = len(program.nodes)
+    for seed in range(5):
+        divided = partition(at_random(seed)(layout_of(program, BUILT_IN), 2)).programs[0]
+        for first, second in ((count // 4, count // 2), (count // 3, 2 * count // 3)):
+            check(program, divided, {node.name: (at >= first) + (at >= second) for at, node in enumerate(program.nodes)})
