@@ -15,7 +15,7 @@ def named_as_written(model: nn.Module) -> nn.Module:
     """The model with the module inside in the place of every compiled one; the same computations are compiled.
 
     >>> import torch
-    >>> model = named_as_written(torch.compile(nn.Sequential(torch.compile(nn.Linear(3, 2)))))
+    >>> model = named_as_written(torch.compile(nn.Sequential(torch.compile(nn.Linear(3, 2), backend="eager")), backend="eager"))
     >>> [name for name, _ in model.named_parameters()]
     ['0.weight', '0.bias']
     """
