@@ -73,5 +73,8 @@ class MessageError(MeshloomError):
     """A message between peers that is malformed, beyond what is expected, or not taken by its peer."""
 
 
+ABORTED = "which has aborted"  # in a `PeerLostError` of a rank that another one has told: that one knows more
+
+
 class PeerLostError(MeshloomError):
     """Another rank or peer went away; its own error is the cause."""

@@ -222,6 +222,22 @@ def test_five_hangs_within_ten_seconds(plan: str, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_timeout_names_the_rank_that_all_wait_for(rank: int, tmp_path: Path):
+    """The first message was taken, which may be of a rank that another one had told, or that waited for one which itself waited."""
+    out, file, plan = tmp_path / "run", tmp_path / "trouble", GRIDS[0]
+    with troubled(words(plan, out, "--hang-seconds", "0", "--timeout", "8"), file) as process:
+        wait_for_checkpoint(process, out)
+        begin_trouble(file, f"{rank} 60")
+        errors, _ = told(process)
+    assert process.returncode == 1
+    assert "waited too long for" in errors and "has aborted" not in errors, errors
+    assert re.search(rf"{name_of(rank, plan)} is still computing \dF\d of step", errors), errors
+    assert_nothing_left(out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_an_action_that_is_slow_once_passes(tmp_path: Path):
     """Five seconds where it usually takes milliseconds, on a machine that others use too."""
     out, file, plan = tmp_path / "run", tmp_path / "trouble", GRIDS[0]

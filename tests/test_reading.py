@@ -107,6 +107,7 @@ def test_killed_worker():
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(
-        DataError, match="The processes that read data failed: .*exited unexpectedly.* Job.num_workers=0. reads in the rank's own process"
+        DataError,
+        match="The processes that read data failed: process \\d+ was killed by SIGKILL .* Job.num_workers=0. reads in the rank's own process",
     ):
         read_chunks(job_of(Kills(), num_workers=1), Plan(), 0, 1)

@@ -73,6 +73,7 @@ class ProcessRun:
         self._tallies: dict[int, dict[str, float]] = {}
         self._present: set[int] = set()
         self._noted: set[str] = set()
+        self._moved = 0.0  # when anything happened last
         self._finished = False
         self._due: deque[int] = deque()
         self._seen = start.version  # the newest snapshot that was looked at
@@ -124,12 +125,14 @@ class ProcessRun:
 
     def _follow(self, processes: ElasticProcesses, directory: Path, signals: list[int]) -> None:
         alone = time.monotonic()  # since when no worker is there
+        self._moved = alone
         while not self._finished:
             before = self._account.num_updates
             told = processes.poll(0.05)
             self._hear(told)
             if self._account.num_updates > before:
                 processes.moved()
+                self._moved = time.monotonic()
             for note in processes.take_notes():
                 self._listener.note(note)
             _end_at(signals)
@@ -140,6 +143,17 @@ class ProcessRun:
                 raise TrainingError(
                     f"After update {self.next_step} no worker has been there for {self._settings.timeout_seconds:g} s. Let workers join sooner, "
                     "give a longer --timeout, or go on from a checkpoint with --resume."
+                )
+            if time.monotonic() > self._moved + self._settings.timeout_seconds:
+                stopped = processes.stopped()
+                who = (
+                    f"{' and '.join(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped (SIGSTOP)"
+                    if stopped
+                    else "workers are there, but push nothing"
+                )
+                raise TrainingError(
+                    f"After update {self.next_step} nothing has happened for {self._settings.timeout_seconds:g} s: {who}. Give a longer --timeout if a share "
+                    "takes that long, or go on from a checkpoint with --resume."
                 )
 
     def _hear(self, told: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -165,6 +179,7 @@ class ProcessRun:
                     self._noted.add(event["text"])
                     self._listener.note(event["text"])
                 case "serving":
+                    self._moved = time.monotonic()
                     self._starts[who] += 1
                 case _:
                     pass
@@ -187,6 +202,7 @@ class ProcessRun:
         self._listener.note(self._account.restored(version, lost))
 
     def _worker(self, worker: int, what: str) -> None:
+        self._moved = time.monotonic()
         if not self._account.num_updates:
             self._account.began = time.monotonic()  # until now, processes were starting
         (self._present.add if what == "joined" else self._present.discard)(worker)

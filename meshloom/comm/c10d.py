@@ -23,7 +23,7 @@ from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.mean import divide
 from meshloom.comm.notes import Notes
-from meshloom.errors import CollectiveError, PeerLostError
+from meshloom.errors import ABORTED, CollectiveError, PeerLostError
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
@@ -211,7 +211,7 @@ class C10dGroup(Group):
                     if work.is_completed():
                         raise  # the operation itself failed; otherwise only the glance is due
                     if left := self.who_left():
-                        raise PeerLostError(f"{self._members[self.rank]} lost {left}, which has aborted, in {what}.") from None
+                        raise PeerLostError(f"{self._members[self.rank]} lost {left}, {ABORTED}, in {what}.") from None
             self._check_aborted(what)
             work.wait()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshloom.comm.calls import ABORTED, MISMATCH, OUTSIDE, call_of, tensor_of
+from meshloom.errors import ABORTED as HAS_ABORTED
 from meshloom.errors import CollectiveError, MeshloomError, PeerLostError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Failures:
         engine, handle = self.engine, self.handle
         if status == ABORTED:
             by = engine.aborted_by(handle)
-            return PeerLostError(f"{self.here} lost {self.members[by] if by >= 0 else 'another rank'}, which has aborted, in {what}.")
+            return PeerLostError(f"{self.here} lost {self.members[by] if by >= 0 else 'another rank'}, {HAS_ABORTED}, in {what}.")
         if status not in (MISMATCH, OUTSIDE):
             return CollectiveError(f"{self.here} is out of memory in {what}.")
         rank, number = engine.mismatch(handle)

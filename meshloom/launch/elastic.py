@@ -29,10 +29,12 @@ from meshloom.launch.children import Children
 from meshloom.launch.environment import role_environment
 from meshloom.launch.failure import EndedError
 from meshloom.launch.guard import Guard
+from meshloom.launch.hang import process_state
 from meshloom.launch.rank_process import RankProcess
 from meshloom.launch.role import Role
 
 MOST_STARTS = 5  # of a server, without an update in between
+STOPPED_SECONDS = 10.0  # how long a server may be stopped (SIGSTOP): all workers wait for it
 WORKER_KEY, SERVER_KEY, HEAD_KEYS = "worker.key", "server.key", ("head-server.key", "head-worker.key")
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
@@ -64,6 +66,7 @@ class ElasticProcesses:
         self._stack.callback(self._children.close)  # there is nothing to be saved: snapshots are whole at any moment
         self._servers: dict[int, RankProcess] = {}
         self._workers: list[RankProcess] = []
+        self._running: dict[int, float] = {}  # when each server was last seen not to be stopped
         self._starts: Counter[int] = Counter()
         self._since_update: Counter[int] = Counter()  # starts of each server
         self._notes: list[str] = []
@@ -101,6 +104,7 @@ class ElasticProcesses:
     def poll(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
         """What was told, and by whom, after waiting for the first at most this long. Raises `EndedError` when a process has failed."""
         self._children.listen(seconds)
+        self._wake_servers()
         ended = self._children.bury_ended()
         told = [(process, event) for process in self._children.processes for event in process.told]
         for process, event in told:
@@ -109,6 +113,10 @@ class ElasticProcesses:
                 process.name, process.prefix = f"worker {event['worker']}", f"[worker {event['worker']}]"
         self._see_to(ended)
         return [(process.name, event) for process, event in told]
+
+    def stopped(self) -> list[str]:
+        """Names of processes that are stopped (SIGSTOP)."""
+        return [each.name for each in self._children.processes if each.exit_code is None and process_state(each.group).state == "T"]
 
     def take_notes(self) -> list[str]:
         """What the user should know of processes that came to an end."""
@@ -136,7 +144,19 @@ class ElasticProcesses:
             told += self.poll(0.02)
         return told + self.poll(0.0)
 
+    def _wake_servers(self) -> None:
+        """One that is stopped is killed after a while, and so started again: nobody else can do what it does."""
+        now = time.monotonic()
+        for number, server in self._servers.items():
+            if server.exit_code is not None or process_state(server.group).state != "T":
+                self._running[number] = now
+            elif now > self._running[number] + STOPPED_SECONDS:
+                self._notes.append(f"server {number} has been stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and all workers need it: it is killed")
+                server.send(signal.SIGKILL)
+                self._running[number] = now
+
     def _start_server(self, number: int) -> None:
+        self._running[number] = time.monotonic()
         self._starts[number] += 1
         self._since_update[number] += 1
         sockets = [self._listening[number], *([self._head] if self._head is not None and number == 0 else [])]

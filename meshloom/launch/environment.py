@@ -15,6 +15,7 @@ from meshloom.comm.cores import cores
 from meshloom.errors import DeviceError
 from meshloom.launch.role import Role
 
+SCRATCH = "MESHLOOM_SCRATCH"  # see `scratch_directory`
 LEAST_SECRET = 16  # characters of MESHLOOM_SECRET
 
 
@@ -74,6 +75,11 @@ def report_descriptor() -> int | None:
     """The pipe to our launcher; None if there is none."""
     descriptor = os.environ.get("MESHLOOM_REPORT_FD")
     return None if descriptor is None else int(descriptor)
+
+
+def scratch_directory() -> str | None:
+    """Where this rank and its data workers may put files that our launcher removes at the end; None if there is none."""
+    return os.environ.get(SCRATCH)
 
 
 def activity_descriptor() -> int | None:

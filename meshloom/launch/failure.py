@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from meshloom.errors import DeviceError, MeshloomError, PeerLostError
+from meshloom.errors import DataError, DeviceError, MeshloomError, PeerLostError
 from meshloom.launch.environment import current_seat, launched_plan, wants_full_traceback
 from meshloom.launch.telling import tell
 from meshloom.launch.wording import capital, rank_name
@@ -47,6 +47,7 @@ def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
 
 def _failure_of(error: BaseException, mesh: Mesh | None) -> Failure:
     plan = launched_plan()
+    error = _lost_data_worker(error) or error
     kind, message = _told(error)
     explained = isinstance(error, MeshloomError)
     lines = own_line(error) if explained else own_lines(error)
@@ -60,6 +61,21 @@ def _failure_of(error: BaseException, mesh: Mesh | None) -> Failure:
         consequence=isinstance(error, PeerLostError),
         exit_code=error.exit_code if isinstance(error, MeshloomError) else 1,
     )
+
+
+def _lost_data_worker(error: BaseException) -> DataError | None:
+    """What torch raises when a data worker ends, wherever the main thread is at that moment, in one sentence; None: it was something else."""
+    each: BaseException | None = error
+    while each is not None and not isinstance(each, MeshloomError | KeyboardInterrupt):
+        if found := re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: ([\w ]+)|exited unexpectedly)", str(each)):
+            hint = " (the system does that when memory runs out)" if found[3] and found[3].startswith("Killed") else ""
+            how = f"was killed by a signal: {found[3].strip()}{hint}" if found[3] else "ended unexpectedly"
+            return DataError(
+                f"A process that reads data for this rank (process {found[1]}, of Job(num_workers=...)) {how}. Go on from a checkpoint with --resume; "
+                "fewer workers need less memory, and num_workers=0 reads in the rank's own process."
+            )
+        each = each.__cause__ or each.__context__
+    return None
 
 
 def _report_exit(error: SystemExit) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import mmap
+import multiprocessing
 import os
 import signal
 import socket
@@ -26,7 +27,14 @@ from meshloom.comm.turns import Turns
 from meshloom.errors import DeviceError, PeerLostError
 from meshloom.launch.connecting import Connections
 from meshloom.launch.devices import Kind
-from meshloom.launch.environment import Seat, activity_descriptor, launched_devices, launched_secret, launched_transport
+from meshloom.launch.environment import (
+    Seat,
+    activity_descriptor,
+    launched_devices,
+    launched_secret,
+    launched_transport,
+    scratch_directory,
+)
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.telling import STACK_SIGNAL, tell
 from meshloom.launch.transport import agreed_transports
@@ -44,6 +52,8 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: st
     Raises `PeerLostError` if the others do not come within `timeout`, `DeviceError` for an algorithm where ranks have GPUs.
     """
     tell({"event": "joining"})
+    if scratch := scratch_directory():  # data workers have sockets there, which they leave behind when they are killed
+        multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
     activity = _open_activity()
     activity.enter("joining")
     try:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from meshloom.errors import ABORTED
 from meshloom.launch.children import Children, open_store
-from meshloom.launch.environment import rank_environment
+from meshloom.launch.environment import SCRATCH, rank_environment
 from meshloom.launch.guard import Guard
 from meshloom.launch.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWatch, process_state
 from meshloom.launch.rank_process import RankProcess
@@ -59,6 +62,8 @@ class _Ranks:
 
     def __init__(self, guard: Guard) -> None:
         self._children = Children(guard)
+        self._scratch = tempfile.mkdtemp(prefix="meshloom-")  # for what ranks and their data workers leave behind when they are killed
+        guard.removes(Path(self._scratch).resolve())
         self._ranks = self._children.processes
         self._handed_on = 0.0  # when a signal was handed on to the ranks
         self._heeded = 0  # how many signals that was
@@ -81,7 +86,9 @@ class _Ranks:
                 return outcome
             try:
                 environment = rank_environment(number, mesh.size, port, secret, devices, plan_text, transport)
-                self._children.start(rank_name(number, mesh), f"[rank {number}]" if number else None, command, environment)
+                self._children.start(
+                    rank_name(number, mesh), f"[rank {number}]" if number else None, command, {**environment, SCRATCH: self._scratch}
+                )
             except OSError as error:
                 return _Outcome(1, f"Rank {number} could not be started: {error}.")
         return None
@@ -142,12 +149,18 @@ class _Ranks:
             return _Outcome(1, f"{capital(gone[0].name)} ended before it joined the others, which wait for it.")
         if not failures or time.monotonic() < min(rank.failed_at for rank in self._ranks if rank.failure) + CAUSE_SECONDS:
             return None
-        first = failures[0]
+        first = min(failures, key=lambda failure: ABORTED in failure.message)  # who waited too long has aborted, and the others only say so
         if gone:
             return _Outcome(
                 1, f"{capital(gone[0].name)} ended without an error while {first.who} was still working together with it: {first.message}"
             )
-        return _Outcome(first.exit_code, str(first))
+        return _Outcome(first.exit_code, "\n".join([str(first), *self._still_at_work()]))
+
+    def _still_at_work(self) -> list[str]:
+        """Which ranks have lost nobody and wait for nobody, while the others have waited too long: it is these that they waited for, one for another."""
+        doing = [(rank, rank.doing()) for rank in self._ranks if rank.joined and rank.failure is None and rank.exit_code is None]
+        busy = [f"{capital(rank.name)} is still {snapshot}." for rank, snapshot in doing if snapshot and not snapshot.waits]
+        return [f"  {' '.join(busy[:3])}"] if busy else []
 
     def end(self, signals: list[int]) -> None:
         """End all processes: ask, wait a little (not after a second signal), kill."""

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import select
+import signal
 import sysconfig
 import threading
 import traceback
@@ -111,7 +112,7 @@ def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] |
         worker_init_fn=partial(_end_with, os.getpid()),
     )
     # Nothing below may be left holding the loader's iterator, an exception's traceback included: its processes end with it.
-    iterator = iter(loader)
+    iterator = _without_handler(loader)
     try:
         while True:
             broken = ""
@@ -123,12 +124,33 @@ def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] |
                 except RuntimeError as error:
                     broken, item = str(error), None
             if broken:
-                raise DataError(f"The processes that read data failed: {broken} Job(num_workers=0) reads in the rank's own process.")
+                raise DataError(
+                    f"The processes that read data failed: {_how_ended(iterator) or broken} Go on from a checkpoint with --resume; fewer workers need less memory, "
+                    "and Job(num_workers=0) reads in the rank's own process."
+                )
             if isinstance(item, Failure):
                 raise item.to_error()
             yield item
     finally:
         del iterator
+
+
+def _without_handler(loader: DataLoader[Any]) -> Any:
+    """The loader's iterator. Torch lets a worker that ends raise an error wherever the main thread is then, in a destructor too; here it does where data is read."""
+    before = signal.getsignal(signal.SIGCHLD)
+    iterator = iter(loader)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) != before:
+        signal.signal(signal.SIGCHLD, before)
+    return iterator
+
+
+def _how_ended(iterator: Any) -> str:
+    """Which of the loader's processes was killed, in a sentence; "" if none was."""
+    for worker in getattr(iterator, "_workers", ()):
+        if worker.exitcode is not None and worker.exitcode < 0:
+            hint = " (the system does that when memory runs out)" if -worker.exitcode == signal.SIGKILL else ""
+            return f"process {worker.pid} was killed by {signal.Signals(-worker.exitcode).name}{hint}."
+    return ""
 
 
 def _end_with(parent: int, _worker: int) -> None:

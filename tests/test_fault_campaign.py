@@ -1,0 +1,125 @@
+"""300 faults: a random plan, victim, moment and signal. The launcher ends within its limit and names who it was, nothing is left, and what is resumed is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.killing import command, left, ranks, running
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("silent_export")]
+STEPS = 40
+LIMIT_SECONDS = 90.0  # for an end: ten times what it takes where the machine is not busy; the runs themselves would go on for longer when they hang
+TIMEOUT = ("--timeout", "30")
+SYNCHRONOUS = ("dp=2", "dp=3", "dp=2,zero=1", "dp=2,exchange=server,servers=1", "dp=2,exchange=ring", "pp=2,microbatches=2", "tp=2")
+ASYNCHRONOUS = ("dp=1,exchange=async", "dp=2,exchange=async", "dp=2,exchange=async,servers=2")
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+    """By plan: final parameters, and seconds that a run takes. Filled as they are needed."""
+    return {}
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The only place for temporary files, which is empty in the end."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+def words(plan: str, out: Path, *more: str) -> list[str]:
+    return command("fault_job.py:reading" if plan == "dp=2" else "fault_job.py:job", plan, out, *TIMEOUT, *more)
+
+
+def final(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / f"step-{STEPS:08}" / "model.safetensors")
+
+
+def run_to_the_end(plan: str, out: Path, *more: str) -> float:
+    began = time.monotonic()
+    done = subprocess.run(words(plan, out, *more), capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return time.monotonic() - began
+
+
+def there(launcher: psutil.Process, plan: str) -> dict[str, psutil.Process]:
+    """Who can be hit, by name."""
+    found = {"launcher": launcher}
+    try:
+        for rank, process in ranks(launcher).items():
+            found[f"rank {rank}"] = process
+            found |= {f"data worker of rank {rank}": child for child in process.children()[:1]}
+        for child in launcher.children():
+            role = json.loads(child.environ().get("MESHLOOM_ROLE", "{}"))
+            if role:
+                found[f"{role['kind']} {role['number']}"] = child
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        pass
+    return found
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_fault(seed: int, undisturbed: dict[str, tuple[dict[str, torch.Tensor], float]], scratch: Path, tmp_path: Path) -> None:
+    chooser = random.Random(seed)
+    plan = chooser.choice(ASYNCHRONOUS if seed % 3 == 0 else SYNCHRONOUS)
+    if plan not in undisturbed:
+        seconds = run_to_the_end(plan, tmp_path / "undisturbed")
+        undisturbed[plan] = final(tmp_path / "undisturbed"), seconds
+    expected, seconds = undisturbed[plan]
+    out, number = tmp_path / "run", chooser.choice(SIGNALS)
+    with running(words(plan, out)) as process:
+        launcher = psutil.Process(process.pid)
+        moment = time.monotonic() + chooser.uniform(0.0, seconds)
+        while time.monotonic() < moment and process.poll() is None:
+            time.sleep(0.005)
+        victims = there(launcher, plan) if process.poll() is None else {}
+        name = chooser.choice(sorted(victims)) if victims else ""
+        hit = False
+        if name:
+            try:
+                victims[name].send_signal(number)
+                hit = True
+                if name == "launcher" and number == signal.SIGSTOP:  # nobody watches it: it goes on when somebody lets it
+                    time.sleep(2.0)
+                    victims[name].send_signal(signal.SIGCONT)
+            except psutil.NoSuchProcess:
+                pass
+        story = f"seed {seed}: {plan}, {signal.Signals(number).name} to {name or 'nobody'}"
+        try:
+            _, errors = process.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{story}: it hangs, while {victims.keys()}")
+    print(story, process.returncode)
+    deadline = time.monotonic() + 20
+    while (rest := left(out)) or os.listdir(scratch):
+        assert time.monotonic() < deadline, f"{story}: left are {rest} and {os.listdir(scratch)}\n{errors}"
+        time.sleep(0.1)
+    assert not list(Path("/dev/shm").glob(f"meshloom-{os.getuid()}-*"))
+    assert errors.count("Traceback") == 0, f"{story}\n{errors}"
+    done = (out / f"step-{STEPS:08}").exists()
+    if hit and number == signal.SIGKILL and process.returncode == 1:
+        who = re.sub(r"data worker of (rank \d)", r"(\1|process \\d+)", name)
+        assert re.search(rf"(?i){who}\b", errors), f"{story}\n{errors}"
+    assert done or process.returncode != 0, f"{story}: it ended well without its work\n{errors}"
+    more = ("--resume", str(out)) if list(out.glob("step-*")) else ("--overwrite",) if out.exists() else ()
+    if not done:
+        run_to_the_end(plan, out, *more)
+    if plan in SYNCHRONOUS or plan == ASYNCHRONOUS[0]:
+        found = final(out)
+        assert all(torch.equal(found[key], value) for key, value in expected.items()), f"{story}: other bits"
