@@ -15,11 +15,13 @@ from peers import WAIT_SECONDS
 
 from meshloom.asynchronous.codec import decode, encode
 from meshloom.asynchronous.greetings import Ask, Hello, Terms
+from meshloom.asynchronous.outbox import Outbox
+from meshloom.asynchronous.serving import MOST_FOR_WORKERS
 from meshloom.asynchronous.working import ask
 from meshloom.comm.connections import Connections
 from meshloom.comm.messages import Header, Limits
 from meshloom.comm.sockets import Joined, Message
-from meshloom.errors import JobError
+from meshloom.errors import JobError, MessageError
 from meshloom.exchange.elastic.messages import Join
 from meshloom.job import Job
 from meshloom.report.progress import QUIET
@@ -206,6 +208,32 @@ def test_a_push_that_is_no_number_is_refused_and_its_worker_let_go(broken_server
     ]
     assert world.count("refused", broken_server) == 1
     assert same(world.state(), one_device(job))
+
+
+class _Full:
+    """An end whose peer takes the first `takes` messages, and no more."""
+
+    def __init__(self, takes: int) -> None:
+        self.takes, self.sent, self.dropped = takes, 0, list[int]()
+
+    def send(self, peer: int, header: Header, tensors: Any) -> None:
+        if self.sent == self.takes:
+            raise MessageError("It has not taken what was sent before.")
+        self.sent += 1
+
+    def drop(self, peer: int) -> None:
+        self.dropped.append(peer)
+
+
+def test_answers_that_nobody_reads_are_not_kept() -> None:
+    """A server's memory grew by 40 MiB for 33,000 questions of a member that read no answer. Now it is dropped when a hundred wait for it."""
+    end: Any = _Full(takes=20)
+    outbox, answer = Outbox(end, MOST_FOR_WORKERS), encode(Terms(text="what the run is"))
+    for _ in range(20 + MOST_FOR_WORKERS):
+        outbox.send(7, *answer)
+    assert outbox.waits and not end.dropped
+    outbox.send(7, *answer)
+    assert not outbox.waits and end.dropped == [7]
 
 
 def test_a_push_that_does_not_fit_is_refused(tmp_path: Path) -> None:

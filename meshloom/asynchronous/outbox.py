@@ -12,14 +12,15 @@ from meshloom.comm.endpoint import Endpoint
 from meshloom.comm.messages import Header
 from meshloom.errors import MessageError, PeerLostError
 
-MOST_WAITING = 10_000  # messages to one peer; one that is so far behind is dropped
+MOST_WAITING = 10_000  # of what the head says to a server
 
 
 class Outbox:
-    """Of one end of connections."""
+    """Of one end of connections. most_waiting: messages to one peer; one that is further behind is dropped, or who never reads could fill the memory."""
 
-    def __init__(self, end: Endpoint | Connections) -> None:
+    def __init__(self, end: Endpoint | Connections, most_waiting: int = MOST_WAITING) -> None:
         self._end = end
+        self._most_waiting = most_waiting
         self._waiting: dict[int, deque[tuple[Header, Sequence[Tensor]]]] = {}
 
     @property
@@ -34,7 +35,7 @@ class Outbox:
             return
         queue = self._waiting.setdefault(peer, deque())
         queue.append((header, tensors))
-        if len(queue) > MOST_WAITING:
+        if len(queue) > self._most_waiting:
             self.forget(peer)
             self._end.drop(peer)
 

@@ -42,6 +42,7 @@ from meshloom.launch.role import Role
 from meshloom.plan import Plan
 
 _LOOK_SECONDS = 0.1  # between looks at signals
+MOST_FOR_WORKERS = 100  # messages that wait for one: it is sent one share at a time, and hears little else
 _LAST_WORDS_SECONDS = 0.5  # how long workers that are going have for what they say last
 _HEAD_PATIENCE = Patience(queue_messages=1000)
 
@@ -84,7 +85,7 @@ class ServerProcess:
             outer = stack.enter_context(
                 Endpoint(role.addresses[self._number], read_server_key(role.path / SERVER_KEY), limits, listening=role.listening[0])
             )
-            self._outer, self._to_workers = outer, Outbox(outer)
+            self._outer, self._to_workers = outer, Outbox(outer, MOST_FOR_WORKERS)
             self._inner: Endpoint | Connections | None = None
             if self._plan.servers > 1:
                 limits = limits_for(FROM_SERVERS | TO_SERVERS)
