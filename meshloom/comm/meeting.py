@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,7 +64,7 @@ class Meeting:
                 else:
                     mapped = None
             except OSError as error:
-                problem, mapped = str(error), None
+                problem, mapped = _why(error, arena_bytes, len(self._members)), None
             problems = self._all(f"{number}/problems", problem or ("" if mapped else "-"))
             for _, each in made:
                 way.all_have_opened(each)
@@ -74,7 +76,7 @@ class Meeting:
                 if descriptor not in opened:
                     os.close(descriptor)
             tried += [f"{self._members[rank]}: {each}" for rank, each in enumerate(problems) if each not in ("", "-")]
-        raise CollectiveError(f"The ranks cannot share memory ({'; '.join(tried)}). Let them talk over Gloo (--transport gloo).")
+        raise CollectiveError(f"The ranks cannot share memory ({'; '.join(dict.fromkeys(tried))}). Let them talk over Gloo (--transport gloo).")
 
     def _all(self, key: str, value: str) -> list[str]:
         """What each rank says under a key."""
@@ -85,3 +87,12 @@ class Meeting:
             raise PeerLostError(
                 f"{self._members[self._rank]} waited {self._timeout.total_seconds():g} s for {', '.join(absent) or 'the other ranks'} to share memory."
             ) from error
+
+
+def _why(error: OSError, arena_bytes: int, num_ranks: int) -> str:
+    """Why memory could not be mapped. What is mapped is address space: only what is used of it becomes memory."""
+    if error.errno != errno.ENOMEM:
+        return str(error)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    allowed = "" if limit == resource.RLIM_INFINITY else f", and ulimit -v allows {limit / 2**30:.3g} GiB in all: raise it (ulimit -v unlimited)"
+    return f"{error.strerror}: each rank maps {arena_bytes / 2**30:g} GiB of address space for every one of {num_ranks} ranks, of which little is used{allowed}"
