@@ -52,6 +52,35 @@ class MoCo(nn.Module):
         return out
 
 
+class Shifted(MoCo):
+    """A queue without a pointer: new keys push the oldest out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = F.normalize(self.features(torch.tanh(self.body(x))), dim=1)
+        out = self.head(keys @ self.queue.clone().detach() + 0.1 * self.labels)
+        if self.training:
+            with torch.no_grad():
+                self.queue = torch.cat([keys.T, self.queue], 1)[:, :11]
+                self.labels = torch.cat([keys.argmax(1), self.labels])[:11]
+        return out
+
+
+class Sliced(MoCo):
+    """The published form: the pointer becomes a Python number, and keys go where they fit. Only a module as it is can run it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = F.normalize(self.features(torch.tanh(self.body(x))), dim=1)
+        out = self.head(keys @ self.queue.clone().detach() + 0.1 * self.labels)
+        if self.training:
+            with torch.no_grad():
+                at = int(self.pointer)
+                count = min(len(x), 11 - at)
+                self.queue[:, at : at + count] = keys[:count].T
+                self.labels[at : at + count] = keys[:count].argmax(1)
+                self.pointer[0] = (at + count) % 11
+        return out
+
+
 class DINO(nn.Module):
     """The teacher's outputs are centred by a moving average of themselves."""
 
@@ -124,6 +153,14 @@ def last(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
     return ends[-1][name]
 
 
+def last_that_changed(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
+    """Element by element."""
+    value = start[name]
+    for end in ends:
+        value = torch.where(end[name] != start[name], end[name], value)
+    return value
+
+
 def averaged(decay: float) -> Merge:
     """A moving average that each chunk moves once."""
 
@@ -158,6 +195,7 @@ CASES = {
     "spectral norm": Case(lambda: Spectral(parametrizations.spectral_norm), last),
     "spectral norm as a hook": Case(lambda: Spectral(spectral_norm), last),
     "moco": Case(MoCo, last),
+    "shifted queue": Case(Shifted, last_that_changed),
     "dino": Case(DINO, averaged(0.9)),
     "batch renorm": Case(Renormed, renormed),
     "annealed": Case(Annealed, counted),

@@ -242,7 +242,7 @@ class ChunkWrites:
                 ends = chunk.ends if self._changing is None else None
                 run = _Run(changed, chunk.again, self._model, ends)
                 found = find_recurrences(
-                    {buffer.name: buffer.start for buffer in changed}, where, {buffer.name: buffer.module for buffer in changed}, run, self._unite
+                    {buffer.name: buffer.start for buffer in changed}, {buffer.name: buffer.module for buffer in changed}, run, self._unite
                 )
         except Exception:  # a forward that runs only once
             for buffer in fresh:

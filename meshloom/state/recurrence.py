@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_GOLDEN = (5**0.5 - 1) / 2
 LARGE = 1_000_003  # beyond the length of a queue: a number that wraps around shows it
 
 # Runs the chunk on these values of its buffers: theirs afterwards, and its loss. Raises as the chunk does.
@@ -33,25 +34,23 @@ class Written:
     read: set[str] = field(default_factory=set[str])
 
 
-def find_recurrences(
-    values: Mapping[str, Tensor], where: Mapping[str, Tensor], modules: Mapping[str, object], run: Run, unite: Unite = lambda flags: flags
-) -> Written:
+def find_recurrences(values: Mapping[str, Tensor], modules: Mapping[str, object], run: Run, unite: Unite = lambda flags: flags) -> Written:
     """Run a chunk a few times on shifted values of the buffers that it changes.
 
-    values: of the buffers, before the chunk. where: their elements that it changed [numel], which are looked at. modules: who owns each.
+    values: of the buffers, before the chunk. modules: who owns each.
     unite: where ranks compute the chunk together, and have to go on in the same way.
 
     First all buffers are shifted together: if the shift of each comes out as a multiple of its own, and the loss stays the same, that is all. Else
     they are shifted one by one.
     """
-    return _Search(values, where, modules, run, unite).find()
+    return _Search(values, modules, run, unite).find()
 
 
 class _Search:
-    def __init__(self, values: Mapping[str, Tensor], where: Mapping[str, Tensor], modules: Mapping[str, object], run: Run, unite: Unite) -> None:
+    def __init__(self, values: Mapping[str, Tensor], modules: Mapping[str, object], run: Run, unite: Unite) -> None:
         self._names = list(values)
         self._values = {name: finite(value) for name, value in values.items()}
-        self._where, self._modules, self._run, self._unite = where, modules, run, unite
+        self._modules, self._run, self._unite = modules, run, unite
         self._base, self._loss = run(self._values)
         self._shifts = {name: _shifts(self._values[name], self._base[name], number) for number, name in enumerate(self._names)}
         self._influences: dict[str, set[str]] = {}  # buffer -> the others whose result depends on its value
@@ -133,13 +132,13 @@ class _Search:
         return factor_of(flat(out) - flat(before), shift, value.dtype)
 
     def _agree(self, name: str, factors: Sequence[Tensor], units: int = 64) -> bool:
-        first, where, dtype = factors[0], self._where[name], self._values[name].dtype
+        first, dtype = factors[0], self._values[name].dtype
         for other in factors[1:]:
             if not first.is_floating_point():
                 close = (first == other) & (first.abs() < 2**31)
             else:
                 close = (first - other).abs() <= units * torch.finfo(dtype).eps * (1 + first.abs())
-            if not bool((close | ~where).all()):
+            if not bool(close.all()):
                 return False
         return True
 
@@ -206,16 +205,17 @@ def factor_of(out: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
 def _shifts(value: Tensor, result: Tensor, number: int) -> list[Tensor]:
     """Shifts [numel]. Their ratios differ between elements and between buffers (`number`), so that what mixes them does not pass for a multiple."""
     elements = flat(value)
-    index = torch.arange(len(elements), device=elements.device)
+    # Never the same at any distance: a queue that moves by a fixed number of places must not meet the same pattern again.
+    pattern = torch.arange(len(elements), device=elements.device, dtype=torch.float64) * _GOLDEN % 1.0
     if value.dtype == torch.bool:
         return [1 - 2 * elements] * 2
     if not value.is_floating_point() and not value.is_complex():
         limits = torch.iinfo(value.dtype)
-        away = 2 + index % 3 + 3 * (number % 16)
+        away = 2 + (pattern * (20 if limits.bits < 32 else 1000)).long() + 3 * (number % 8)
         sign = torch.where(elements > limits.max - 64, -1, 1)
         back = torch.where(elements < limits.min + 64, 1, -1)  # what wraps around near 0 shows it
         small = [sign, back * away]
         return [*small, sign * (LARGE + away), back * (LARGE - away)] if limits.bits >= 32 else small
     size = 1.0 + torch.nan_to_num(elements.abs()) + torch.nan_to_num(flat(result).abs())
-    away = size * (2 + index % 3 + (number % 61) / 61)
+    away = size * (2 + pattern + (number % 61) / 61)
     return [size, away, -1.5 * away]  # to both sides: an average that is held above some value shows it

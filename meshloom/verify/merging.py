@@ -74,7 +74,6 @@ class Merging:
         """Look what becomes of a shift: the same multiple of it, whatever it is, if the write is a recurrence."""
         start = {name: torch.nan_to_num(value, 0.0, 0.0, 0.0) if value.is_floating_point() else value for name, value in start.items()}
         base = again(chunk, start)
-        looked_at = {name: ~_equal(base[name], start[name]) for name in names}
 
         def run(shifts: Mapping[str, Tensor]) -> Buffers | None:
             shifted = {name: value + shifts[name] if value.dtype != torch.bool else ~value for name, value in start.items() if name in shifts}
@@ -85,7 +84,7 @@ class Merging:
 
         def multiple(name: str, shift: Tensor, after: Buffers, before: Buffers) -> Tensor:
             wide = torch.complex128 if shift.is_complex() else torch.float64
-            return ((after[name].to(wide) - before[name].to(wide)) / shift.to(wide))[looked_at[name]]
+            return (after[name].to(wide) - before[name].to(wide)) / shift.to(wide)
 
         def alike(name: str, found: Sequence[Tensor], tolerance: float) -> bool:
             exact = torch.finfo(start[name].dtype).eps if start[name].is_floating_point() or start[name].is_complex() else 0.0
@@ -118,9 +117,10 @@ class Merging:
 def _shifts(value: Tensor, result: Tensor) -> list[Tensor]:
     if value.dtype == torch.bool:
         return [torch.ones_like(value, dtype=torch.int64) - 2 * value.long()] * 2
-    places = torch.arange(value.numel(), device=value.device).view(value.shape) % 3
+    places = (torch.arange(value.numel(), device=value.device, dtype=torch.float64).view(value.shape) * 2**0.5) % 1  # no two alike
     if not value.is_floating_point() and not value.is_complex():
-        small = [torch.ones_like(value), (-2 - places if value.dtype.is_signed else 2 + places).to(value.dtype)]
+        whole = (places * (30 if torch.iinfo(value.dtype).bits < 32 else 700)).long()
+        small = [torch.ones_like(value), (-2 - whole if value.dtype.is_signed else 2 + whole).to(value.dtype)]
         return [*small, small[0] * _FAR, small[1] * _FAR] if torch.iinfo(value.dtype).bits >= 32 else small
     size = 1 + torch.nan_to_num(value.abs()) + torch.nan_to_num(result.abs())
     return [each.to(value.dtype) for each in (size, size * (2 + places), size * (-3 - places))]
