@@ -162,6 +162,19 @@ def test_an_interrupt_ends_everything_with_130(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_stopped_server_is_started_again(tmp_path: Path) -> None:
+    """All workers waited for it, and nothing ended that."""
+    with ElasticRun("steady", "dp=1,exchange=async", tmp_path, "--snapshot-every", "4") as run:
+        address, directory = run.address()[0], run.directory()
+        run.until_updates(6)
+        run.of("server", 0).suspend()
+        assert run.ended() == 0, run.text()
+        assert_nothing_left(directory, address)
+    assert "server 0 has been stopped (SIGSTOP) for 10 s, and all workers need it: it is killed" in run.text()
+    assert "server 0 was killed by SIGKILL; it is started again" in run.text()
+
+
+@pytest.mark.slow
 def test_a_launcher_killed_with_9_leaves_nothing(tmp_path: Path) -> None:
     with ElasticRun("steady", "dp=2,exchange=async", tmp_path) as run:
         address, directory = run.address()[0], run.directory()
