@@ -56,7 +56,7 @@ class Largest(TorchDispatchMode):
 
 def test_nothing_of_the_tensors_size_is_made_on_the_way():
     """Comparing replicas took three times the largest parameter, in the middle of a run that fitted just so."""
-    tensor = torch.randn(16 * BLOCK_WORDS + 1)
+    tensor = torch.randn(4 * BLOCK_WORDS + 1)
     with Largest() as largest:
         digest(tensor[1:])  # starts in the middle of a word
-    assert largest.num_bytes <= 8 * BLOCK_WORDS < tensor.nbytes // 4
+    assert largest.num_bytes <= 8 * BLOCK_WORDS < tensor.nbytes / 1.9
