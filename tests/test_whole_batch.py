@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.verify.run import verify
-from tests.jobs import texts, token_loss
+from tests.jobs import Samples, texts, token_loss
 
 
 class Positions(nn.Module):
@@ -56,3 +56,29 @@ def test_a_mean_over_tokens_is_said_of_the_loss_and_not_of_the_positions():
 
 def test_a_module_that_mixes_samples_is_named():
     assert why(True, token_loss) == "samples of a batch interact in mixed"
+
+
+class Recent(nn.Module):
+    """Linear, and a row for each of the newest samples: at most two at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("rows", torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.rows[: len(x)] = y.detach()
+        return y
+
+
+def test_a_batch_that_the_model_takes_only_in_chunks_is_no_error_of_the_plan():
+    """Two chunks of two samples fit a queue of two rows, four at once do not; verification ended in the model's own RuntimeError."""
+    job = Job(
+        model=Recent, loss=lambda model, batch: model(batch["x"]).square().mean(), optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=lambda: Samples(x=torch.randn(8, 5)), batch_size=4, steps=1,
+    )  # fmt: skip
+    report = verify(job, Plan(dp=2), devices="simulated", steps=1, dtype=torch.float64)
+    assert report is not None and report.passed and report.whole is not None
+    assert not report.whole.ran and not report.whole.equal
+    assert report.whole.why.startswith("the job's own code fails on it: RuntimeError: The expanded size of the tensor (2)")

@@ -78,7 +78,9 @@ class Report:
             "casts": [asdict(cast) for cast in self.casts],
             "owned": list(self.owned),
             "worst": [_error_record(error) for error in self.worst()],
-            "whole_batch": {**asdict(self.whole), "error": _finite(self.whole.error), "equal": self.whole.equal} if self.whole else None,
+            "whole_batch": {**asdict(self.whole), "error": _finite(self.whole.error), "loss": _finite(self.whole.loss), "equal": self.whole.equal}
+            if self.whole
+            else None,
         }
         return [*steps, end]
 
@@ -130,6 +132,8 @@ def _lines(report: Report) -> list[str]:
         lines.append(f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state")
     if report.whole is None:
         lines.append("whole batch: not compared, it does not fit in one device's memory")
+    elif not report.whole.ran:
+        lines.append(f"whole batch: not compared, {report.whole.why}")
     elif report.whole.equal:
         lines.append(f"whole batch: equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})")
     else:
