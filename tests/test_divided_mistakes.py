@@ -69,7 +69,7 @@ def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.Mon
 
     # The same mistake where all ranks run at once, and where each runs its own layers.
     monkeypatch.setattr(meshloom.graph.collectives, "_gradients", wrong)
-    monkeypatch.setattr(meshloom.graph.gathered, "start_sum", lambda before, group, value, *, ours=False: lambda: value)
+    monkeypatch.setattr(meshloom.graph.gathered, "start_sum_back", lambda change, group, value, *, ours=False: lambda: value)
     report = report_of("gpt", "tp=2")
     assert not report.passed
     assert any("backward, the first gradient that differs" in cause.sentence for cause in report.causes)
