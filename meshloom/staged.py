@@ -88,7 +88,7 @@ class Staged:
         size = self.plan.largest_share(self.job.batch_size)[0]
         batches = yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)
         there = [to_device(each, self.seat.device, self.dtype) for each in batches or ()]
-        stages = yield from self.staging.open(there, self.seat.world, model)
+        stages = yield from self.staging.open(there, self.seat.world, model, own=(batches or [None])[0])
         yield from on_first(self.seat.world, lambda: check_following(self.staging.others, lambda: leaves_of((batches or [None])[-1])), CaptureError)
         self.stages = tuple(stage for stage in stages if self.staging.ranks[stage.number] == self.pp.rank)
         self.homes = Homes(self.staging.holders, self.pp, self._team)

@@ -26,6 +26,7 @@ import torch
 import meshloom.graph.choose
 import meshloom.graph.cut
 import meshloom.graph.division
+import meshloom.graph.loss_programs
 import meshloom.graph.problem
 import meshloom.pipeline.staging
 from meshloom.errors import CaptureError, PlanError
@@ -183,6 +184,7 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
         patch.setattr(meshloom.graph.division, "choose", decided)
         patch.setattr(meshloom.graph.division, "choice_of_numbers", lambda layout, _, numbers, **settings: choices[id(layout), *numbers])
         patch.setattr(meshloom.graph.division, "partition", divided)
+        patch.setattr(meshloom.graph.loss_programs, "unlifted", lambda *_: None)  # no choice here goes by what training would choose
         if pair.way == "prices":
             patch.setattr(meshloom.graph.problem, "cheapest", _at_prices(pair.seed))
             if pair.seed % 2:

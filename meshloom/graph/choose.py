@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cuts import Numbers, pieces_of
@@ -20,7 +21,7 @@ from meshloom.graph.problem import Held, NoWayError, Problem
 from meshloom.graph.rates import Rates, default_rates, rates_here
 from meshloom.graph.strategies import Strategy
 
-__all__ = ["Choice", "Held", "Rates", "changes_of", "choice_of_numbers", "choose", "numbers_of_choice", "rates_for"]
+__all__ = ["Choice", "Held", "Rates", "changes_of", "choice_in", "choice_of_numbers", "choose", "numbers_of_choice", "rates_for"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,16 @@ def choice_of_numbers(
     alike, *taken = numbers
     pins = None if held is not None else placements
     return _choice(Problem(layout, num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(alike)), taken, 0.0)
+
+
+def choice_in(layout: Layout, choice: Choice, *, held: Held | None = None, placements: Mapping[str, str] | None = None) -> Choice | None:
+    """The same choice for the same program in another precision, where casts may have other ways to be computed. None: one of its ways is not there."""
+    pins = None if held is not None else placements
+    problem = Problem(layout, choice.num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(choice.chosen[0]))
+    wanted: list[tuple[Any, list[tuple[Any, int]]]] = [(choice.variables[value], list(row)) for value, row in problem.options.items()]
+    wanted += [(choice.strategies[name], list(row)) for name, row in problem.strategies.items()]
+    numbers = [next((place for place, (each, _) in enumerate(row) if each == own), -1) for own, row in wanted]
+    return _choice(problem, numbers, choice.seconds) if -1 not in numbers else None
 
 
 def changes_of(choice: Choice) -> Iterable[tuple[str, Placement, Placement]]:

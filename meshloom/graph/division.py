@@ -11,7 +11,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first, share
 from meshloom.errors import CaptureError, PlanError
-from meshloom.graph.choose import Choice, Rates, choice_of_numbers, choose, numbers_of_choice, rates_for
+from meshloom.graph.choose import Choice, Rates, choice_in, choice_of_numbers, choose, numbers_of_choice, rates_for
 from meshloom.graph.layout import layout_of
 from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import Pieces
@@ -56,20 +56,34 @@ class Division:
         """Who holds what of every parameter and buffer."""
         return {**self.first.parameters, **self.first.buffers}
 
-    def part(self, program: Program, group: Group) -> Steps[Program]:
-        """This rank's part of `program`. All ranks of `group` call it, of which the first chooses: the world, or those of a replica."""
+    def part(self, program: Program, group: Group, priced: Program | None = None) -> Steps[Program]:
+        """This rank's part of `program`. All ranks of `group` call it, of which the first chooses: the world, or those of a replica.
+
+        priced: for which it chooses, with the same nodes; default: `program`.
+        """
         layout = layout_of(program, self._rules)
         held = self._first.held if self._first else None
 
-        def chosen() -> Choice:
+        def cheapest() -> Choice:
             limit = self._memory_bytes * self._num_stages if self._memory_bytes and held is None else None
-            self.rates = self._given or rates_for(layout, self._group.size)
+            weighed = layout_of(priced, self._rules) if priced else layout
+            self.rates = self._given or rates_for(weighed, self._group.size)
             try:
-                return choose(layout, self._group.size, self.rates, held=held, placements=self._placements, memory_bytes=limit)
+                return choose(weighed, self._group.size, self.rates, held=held, placements=self._placements, memory_bytes=limit)
             except PlanError as error:
                 if limit is None or self._num_stages == 1:
                     raise
                 raise PlanError(f"{error} The limit is that of {self._num_stages} ranks along pp together; more of them help, too.") from None
+
+        def chosen() -> Choice:
+            choice = cheapest()
+            if priced is None:
+                return choice
+            there = choice_in(layout, choice, held=held, placements=self._placements)
+            if there is None:  # a cast has fewer ways to be computed than one that changes nothing: so only parameters are held as in training
+                other = choose(layout, self._group.size, self.rates, held=partition(choice).held)
+                there = choice_in(layout, other, held=held, placements=self._placements)
+            return there or choose(layout, self._group.size, self.rates, held=held, placements=self._placements)
 
         choice = yield from on_first(group, chosen, CaptureError)
         numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)

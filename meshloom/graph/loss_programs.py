@@ -11,12 +11,16 @@ from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.comm.values import on_first
+from meshloom.errors import CaptureError
 from meshloom.graph.batch_values import fits
 from meshloom.graph.division import Division
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.pieces import Pieces
+from meshloom.graph.precision import default_precision
 from meshloom.graph.program import Program
 from meshloom.graph.programs import Programs
+from meshloom.graph.unlifted import unlifted
 from meshloom.job import Job, LossFunction
 
 # Of a batch's tensors, by name; and what else it holds that programs are for, by name.
@@ -27,6 +31,7 @@ class LossPrograms:
     """What one rank of a replica runs of `job`'s loss.
 
     team: all ranks of the replica, for decisions (CPU tensors). division: over the ranks along tp; None: each rank's part is the whole.
+    dtype: precision that model and batches are lifted to, for verification; what is chosen is chosen as in the job's own.
     """
 
     def __init__(self, job: Job, team: Group, division: Division | None = None, *, dtype: torch.dtype | None = None) -> None:
@@ -34,15 +39,20 @@ class LossPrograms:
         self._job = job
         self._team = team
         self._dtype = dtype
+        self._default = torch.get_default_dtype()
+        self._own_dtypes: dict[str, torch.dtype] = {}  # of a batch's tensors in the job's own precision, on the rank that reads
+        self._own: dict[tuple[LossFunction, bool, Shapes], Program] = {}
         self._readers: dict[LossFunction, Programs] = {}
         self._known: dict[tuple[LossFunction, bool, Shapes], tuple[Program, Program]] = {}  # the whole, this rank's part
         self._others: dict[tuple[LossFunction, bool, Shapes], list[Mapping[str, str | None]]] = {}  # by the shapes of the tensors alone
 
-    def open(self, batches: Sequence[Any], world: Group, model: nn.Module) -> Steps[Shapes]:
+    def open(self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None) -> Steps[Shapes]:
         """Read the loss of batches like the first and decide who holds what; their shapes. All ranks of `world` call it; batches and model count on its rank 0.
 
         batches: further ones of the job, to read the loss with if they have the same shapes. model: the job's, whole, as it was built; it stays as it is.
+        own: one of the batches in the job's own precision, if they were lifted to another.
         """
+        self._own_dtypes = {name: leaf.dtype for name, leaf in leaves_of(own).tensors.items()} if own is not None else {}
         return (yield from self._read(self._job.loss, True, batches, world, model))
 
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
@@ -69,6 +79,11 @@ class LossPrograms:
         """This rank's part of it."""
         return self._known[loss or self._job.loss, training, shapes][1]
 
+    def priced(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
+        """The whole program as it is in training, with the same nodes: by this one it is decided, on the rank that does."""
+        key = loss or self._job.loss, training, shapes
+        return self._own.get(key) or self._known[key][0]
+
     @property
     def pieces(self) -> Mapping[str, Pieces]:
         """Who holds what of every parameter and buffer along tp; what is not named is whole."""
@@ -84,14 +99,23 @@ class LossPrograms:
             self._readers[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
         pairs = _pairs(batches) if group.rank == 0 else []
         program = yield from self._readers[loss].read_together(group, pairs, training=training, model=model)
-        part = (yield from self.division.part(program, group)) if self.division else program
+        own: Program | None = None
+        if self._dtype is not None:
+            own = yield from on_first(group, lambda: self._unlifted(program, replace(self._job, loss=loss), batches[0]), CaptureError)
+        part = (yield from self.division.part(program, group, own)) if self.division else program
         tensors: Shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs if each.name not in program.others)
         shapes = tensors + tuple(program.others.items())
         self._known[loss, training, shapes] = program, part
+        if own is not None:
+            self._own[loss, training, shapes] = own
         known = self._others.setdefault((loss, training, tensors), [])
         if program.others not in known:
             known.append(program.others)
         return shapes
+
+    def _unlifted(self, program: Program, job: Job, batch: Any) -> Program | None:
+        with default_precision(self._default):
+            return unlifted(program, job, batch, self._own_dtypes)
 
 
 def shapes_of(leaves: Leaves) -> Shapes:

@@ -73,9 +73,12 @@ class Staging:
         """Samples of each microbatch in a full batch, of the replica that has most."""
         return self._plan.largest_share(self._job.batch_size)
 
-    def open(self, batches: Sequence[Any], world: Group, model: nn.Module) -> Steps[tuple[Stage, ...]]:
-        """Read the loss of batches like the first, divide it, cut it. All ranks of `world` call it; batches and model count on its rank 0."""
-        shapes = yield from self.programs.open(batches, world, model)
+    def open(self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None) -> Steps[tuple[Stage, ...]]:
+        """Read the loss of batches like the first, divide it, cut it. All ranks of `world` call it; batches and model count on its rank 0.
+
+        own: one of the batches in the job's own precision, if they were lifted to another.
+        """
+        shapes = yield from self.programs.open(batches, world, model, own=own)
         self.others = self.programs.whole(shapes).others
         return (yield from self._make(shapes, self._job.loss, True, world))
 
@@ -99,18 +102,21 @@ class Staging:
 
     def _make(self, shapes: Shapes, loss: LossFunction, training: bool, group: Group) -> Steps[tuple[Stage, ...]]:
         whole = self.programs.whole(shapes, loss=loss, training=training)
+        weighed = self.programs.priced(shapes, loss=loss, training=training)
         priced: Mapping[str, Cost] | None = None  # where the cuts are chosen
         if self._plan.num_stages == 1:
             numbers = [0] * len(whole.nodes)
         else:
-            choice, priced = (yield from on_first(group, lambda: self._choose(whole), PlanError)) or (None, None)
+            choice, priced = (yield from on_first(group, lambda: self._choose(weighed), PlanError)) or (None, None)
             numbers: list[int] = yield from share(group, [choice.stage_of[node.name] for node in whole.nodes] if choice else None)
             self.choice = self.choice or choice
         stage_of = {node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}
         part = self.programs.program(shapes, loss=loss, training=training)
         if self._plan.recompute != "none" and training:
             # One rank decides, by its rates; ranks of a team have to run the same again.
-            decided = yield from on_first(group, lambda: sorted(kept_values(whole, priced, self._plan.recompute, self._rates_here(whole))), PlanError)
+            decided = yield from on_first(
+                group, lambda: sorted(kept_values(weighed, priced, self._plan.recompute, self._rates_here(weighed))), PlanError
+            )
             part = replace(part, kept=frozenset((yield from share(group, decided))), _runners={})
         part = layers_apart(part, stage_of)
         stages = cut_into_stages(*changes_apart(part, with_changes_placed(part, stage_of)), self._plan.num_stages)
