@@ -6,6 +6,7 @@ import inspect
 import random
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -18,6 +19,7 @@ from torch.utils.data import default_collate
 from meshloom.errors import CaptureError
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.frozen import line_that_changes
+from meshloom.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -231,6 +233,50 @@ def test_a_tensor_left_in_an_attribute_for_the_loss_is_read():
     batch = torch.randn(5, 3)
     assert model.auxiliary is None
     assert torch.equal(program.run(dict(model.named_parameters()), {}, batch), loss(model, batch))
+
+
+class Logs(Plain):
+    """As modules for Lightning do: what was computed is kept for later, in a dictionary and in a list inside of one."""
+
+    def __init__(self, inputs: int = 3, outputs: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, outputs)
+        self.logged: dict[str, Any] = {}
+        self.outputs: dict[str, list[Tensor]] = {"train": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        self.logged["mean"] = out.mean().detach()
+        self.outputs["train"].append(out.detach())
+        return out
+
+
+def test_a_log_of_tensors_in_containers_is_no_harm_and_holds_nothing_afterwards():
+    """It ended in "'NoneType' object does not support item assignment": an attribute that held tensors was no plain value any more, so None was put there."""
+    model = Logs()
+    model.logged["before"] = torch.ones(1)
+    logged, outputs = dict(model.logged), model.outputs["train"]
+    program = capture_module(model, lambda model, batch: model(batch).sum(), (torch.randn(5, 3), torch.randn(5, 3)))
+    assert [node.operator for node in program.nodes] == ["linear", "sum"]
+    assert model.logged == logged and model.outputs == {"train": []} and not outputs
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_a_loss_that_reads_what_an_earlier_forward_logged_is_refused(plan: str):
+    class Contrasts(Logs):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out * self.outputs["train"][0].sum()
+
+    class Smooths(Logs):
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.logged.get("mean", 1.0)
+            return super().forward(x) * before
+
+    for model in (Contrasts, Smooths):
+        job = replace(make_job("mlp", "sgd"), model=lambda model=model: model(7, 5))
+        with pytest.raises(CaptureError, match="The program read from the model is not the model"):
+            Trainer(job, plan, devices="simulated")
 
 
 def test_branch_of_a_job_is_refused():

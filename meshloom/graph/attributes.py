@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,8 +34,10 @@ def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 @contextmanager
 def whole_attributes(model: nn.Module) -> Iterator[None]:
-    """Tensors that the forward leaves in plain attributes are gone afterwards: they hold no values."""
+    """Tensors that the forward leaves in plain attributes, or in lists and dictionaries that lie there, are gone afterwards: they hold no values."""
     kept = [(module, dict(vars(module))) for module in model.modules()]
+    containers = list(_containers([value for _, attributes in kept for name, value in attributes.items() if name not in _TORCHS_OWN]))
+    held = [({id(leaf) for leaf in _tensors_in(container)}, copy.copy(container)) for container in containers]
     try:
         yield
     finally:
@@ -45,6 +48,10 @@ def whole_attributes(model: nn.Module) -> Iterator[None]:
                         vars(module)[name] = attributes[name]
                     else:
                         del vars(module)[name]
+        for container, (tensors, content) in zip(containers, held, strict=True):
+            if any(id(leaf) not in tensors for leaf in _tensors_in(container)):  # a log that the forward wrote into
+                container.clear()
+                container.extend(content) if isinstance(container, list | deque) else container.update(content)
 
 
 def changed_attributes(before: dict[tuple[str, str], str], after: dict[tuple[str, str], str]) -> list[Changed]:
@@ -70,7 +77,25 @@ def _text(value: Any, depth: int = 0) -> str | None:
 
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
+_DEPTH = 4  # of containers in containers
 
 
 def _holds_tensor(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
+
+
+def _containers(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:
+    """The lists, dictionaries, sets and queues among `values`; those inside of others first."""
+    for value in values if depth <= _DEPTH else ():
+        if isinstance(value, dict | list | deque | set | tuple):
+            yield from _containers(list(value.values() if isinstance(value, dict) else value), depth + 1)
+            if not isinstance(value, tuple):
+                yield value
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | deque | set | tuple) and depth <= _DEPTH:
+        for each in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors_in(each, depth + 1)
