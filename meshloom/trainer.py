@@ -26,6 +26,7 @@ from meshloom.comm.values import agree, collect
 from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError, TrainingError
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
+from meshloom.graph.precision import default_precision
 from meshloom.job import Evaluate, Job
 from meshloom.launch import StopRequests, World, is_rank, launched_plan, open_world, report_stop, tell
 from meshloom.mesh import Axis
@@ -133,6 +134,7 @@ class Trainer:
         self.steps = steps if steps is not None else job.steps
         self.out = Path(out) if out is not None else None
         self.next_step = 0
+        self._dtype = dtype
         self.listener = listener or Listener()
         self.replicas: list[Replica] = []
         self.asynchronous: AsynchronousRun | None = None
@@ -229,7 +231,8 @@ class Trainer:
         recorded = self.plan.pp > 1 and self.out is not None and is_kept(batch.step + 1, self._start_step, self.steps)
         for replica in self.replicas:
             replica.recorder = Recorder(replica.seat.device) if recorded else None
-        self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
+        with self._computing():
+            self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
         self.next_step = batch.step + 1
         self._stopping = self._results[0].stopping
         self._enter("comparing")
@@ -304,7 +307,8 @@ class Trainer:
         data, shares = self._evaluation_data, self.shares.of(max(self.next_step - 1, 0))
         chunks = [evaluation_chunks(data, self.job, self.plan, replica.seat.readers, shares, num_batches) for replica in self.replicas]
         self._evaluations += 1
-        values = self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
+        with self._computing():
+            values = self.together(lambda replica: replica.evaluate(chunks[self.replicas.index(replica)]))[0]
         self._enter("between steps")
         return values
 
@@ -453,6 +457,12 @@ class Trainer:
                 return self._in_lockstep(steps)
         except PeerLostError as error:
             raise PeerLostError(f"{error} It was {self.world.local[0].activity.now()}.") from error
+
+    @contextmanager
+    def _computing(self) -> Generator[None]:
+        """Around forwards in a precision that is not the job's own: what they draw and make without naming a dtype is of it, as in programs."""
+        with working_alone(), default_precision(self._dtype):
+            yield
 
     def _in_lockstep(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
         turns = self.world.turns

@@ -54,6 +54,21 @@ def test_keyed_draws_are_the_same_under_every_plan_too() -> None:
     assert keyed != losses(job, "dp=4")
 
 
+def test_a_run_in_another_precision_draws_the_same_under_every_plan() -> None:
+    """What a loss draws without naming a dtype was float32 under dp and float64 under pp and tp, which are other numbers altogether."""
+
+    def noisy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return class_loss(model, {**batch, "x": batch["x"] + torch.randn(batch["x"].shape)})
+
+    def run(plan: str) -> list[float]:
+        job = make_job("mlp", "sgd", steps=2, loss=noisy)
+        with Trainer(job, f"{plan},keyed_draws=true", devices="simulated", dtype=torch.float64) as trainer:
+            return [trainer.step(batch) for batch in trainer.batches()]
+
+    assert run("pp=2") == pytest.approx(run("dp=1"), rel=1e-12)
+    assert torch.get_default_dtype() is torch.float32
+
+
 def test_replicas_are_bit_identical_after_every_step() -> None:
     with Trainer(make_job("cnn", "adamw", steps=4), "dp=3,zero=1", devices="simulated") as trainer:
         for batch in trainer.batches():
