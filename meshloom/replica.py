@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +50,7 @@ from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.staged import Staged
 from meshloom.state.alike import bytes_per_comparison, first_difference
 from meshloom.state.buffers import RunningStatistics
-from meshloom.state.checkpoint import Piece
+from meshloom.state.checkpoint import Checkpoint, Piece
 from meshloom.state.data import Chunk, to_device
 from meshloom.state.homes import held
 from meshloom.state.made import Made, make_optimizers
@@ -57,8 +58,10 @@ from meshloom.state.metrics import MetricSums
 from meshloom.state.model import build_model, copy_from_first, facts, state_of, trainable
 from meshloom.state.not_finite import find_not_finite
 from meshloom.state.optimizer import Updater
-from meshloom.state.outer_state import load_outer, outer_pieces
+from meshloom.state.optimizer_state import STATE
+from meshloom.state.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.state.pace import Pace
+from meshloom.state.resuming import Loader, check_together, hand_over, open_together
 from meshloom.state.shards import Shards
 from meshloom.state.sharing import why_separate
 from meshloom.state.sparse import make_dense, refuse_sparse_adam, sparse_parameters
@@ -451,11 +454,35 @@ class Replica:
             return {}
         return _add({"broadcast": self._copied_bytes}, self.exchange.bytes_once(), self.updater.bytes_once())
 
-    def load(self, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
-        """Restore what `optimizer_state` gave on all ranks together. Arguments: of `Updater.load`."""
-        self.updater.load(read, shapes, values)
-        if self._outer:
-            self._outer.momentum = load_outer(self.named, self.shards, read, shapes)
+    def resume(self, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
+        """Go on from the checkpoint in `directory`, which rank 0 reads for all, if `check` refuses it on no rank.
+
+        What travels goes over the ranks' own group, as all that concerns no step, and is not counted as the plan's.
+        """
+        world = self.seat.world
+        checkpoint = yield from open_together(directory, world)
+        yield from check_together(world, lambda: check(checkpoint))
+        found: list[Loader] = []
+        yield from check_together(world, lambda: found.append(self._loader(checkpoint)))
+        wanted = (STATE, OUTER) if self._outer else (STATE,)
+        yield from hand_over(checkpoint, [key for key in checkpoint.keys() if key.startswith(wanted)], found[0], world)  # noqa: SIM118  (no dict)
+        return checkpoint
+
+    def _loader(self, checkpoint: Checkpoint) -> Loader:
+        take, finish_updater = self.updater.loading(checkpoint.values["updater"])
+        momentum: dict[str, Tensor] = {}
+        take_outer = outer_loader(self.named, self.shards, momentum)
+
+        def state(key: str, whole: Tensor) -> None:
+            take(key, whole.shape, lambda _, start, stop: whole.reshape(-1)[start:stop])
+            take_outer(key, whole)
+
+        def finish() -> None:
+            finish_updater()
+            if self._outer:
+                self._outer.momentum = momentum if len(momentum) == len(self.named) else {}
+
+        return Loader(weight=self.shards.weights_loader(self.model), state=state, finish=finish)
 
     def bytes_of_rounds(self) -> dict[str, int]:
         """Bytes that the means of parameters so far handed over along dp."""

@@ -39,7 +39,7 @@ from meshloom.report.recording import Recording, gather_timeline, is_kept, write
 from meshloom.report.summary import Traffic, time_shares
 from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
-from meshloom.state.checkpoint import Checkpoint, find, passed_over
+from meshloom.state.checkpoint import Checkpoint, passed_over
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.measured_shares import remeasure
 from meshloom.state.run_directory import open_directory
@@ -523,24 +523,24 @@ class Trainer:
             raise PlanError("exchange=async has no steps that all workers take together, so there is no loop of one's own. Use Trainer.fit().")
 
     def _resume(self, directory: Path) -> None:
-        checkpoint = Checkpoint.open(find(directory))
+        checkpoint = self.together(lambda replica: replica.resume(directory, partial(self._check_resumable, replica)))[0]
+        self._tell(lambda: self._note_passed_over(checkpoint))
+        self._go_on_with(checkpoint)
+        self.next_step = checkpoint.step
+
+    def _check_resumable(self, replica: Replica, checkpoint: Checkpoint) -> None:
         if "asynchronous" in checkpoint.values:
             raise CheckpointError(
                 f"{checkpoint.path} was written under {checkpoint.plan_text}, whose steps are shares of a batch that workers push one by one. "
                 "Go on with exchange=async, or start a new run."
             )
         checkpoint.check_data(self.job)
-        weights = checkpoint.weights()
-        for replica in self.replicas:
-            checkpoint.check(replica.shards.fingerprint(replica.model))
-            replica.shards.load_weights(replica.model, weights)
-            shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a checkpoint is no dict)
-            replica.load(checkpoint.read, shapes, checkpoint.values["updater"])
+        checkpoint.check(replica.shards.fingerprint(replica.model))
         checkpoint.check_steps_left(self.steps)
+
+    def _note_passed_over(self, checkpoint: Checkpoint) -> None:
         if said := passed_over(checkpoint.path):
-            self._tell(lambda: self.listener.note(said))
-        self._go_on_with(checkpoint)
-        self.next_step = checkpoint.step
+            self.listener.note(said)
 
     def _go_on_with(self, checkpoint: Checkpoint) -> None:
         """The shares of the run so far, where they are measured here too and over as many replicas."""

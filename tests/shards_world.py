@@ -159,7 +159,9 @@ class Grid:
         checkpoint = Checkpoint.open(directory)
         shapes = {key: checkpoint.shape(key) for key in checkpoint.keys()}  # noqa: SIM118  (a method of its own)
         for model, shards, updater in zip(self.models, self.shards, self.updaters, strict=True):
-            shards.load_weights(model, checkpoint.weights())
+            load = shards.weights_loader(model)
+            for name, tensor in checkpoint.weights().items():
+                load(name, tensor)
             updater.load(checkpoint.read, shapes, checkpoint.values)
 
 

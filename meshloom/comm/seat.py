@@ -27,7 +27,7 @@ class Seat(Protocol):
     @property
     def statistics(self) -> RecordedGroup: ...  # the ranks along dp again; for what is exchanged inside forward and backward
     @property
-    def world(self) -> Group: ...  # all ranks, CPU tensors; for decisions and reports, not counted as traffic of the plan
+    def world(self) -> Group: ...  # all ranks, CPU tensors; for decisions, reports and checkpoints, not counted as traffic of the plan
     @property
     def team(self) -> Group | None: ...  # this replica's ranks in order of pp, then of tp, likewise, if there are several
     @property

@@ -24,7 +24,7 @@ class LocalRank:
 
     groups: by axis, the ranks that differ from this one along that axis only.
     statistics: the ranks of `groups["dp"]` on a communicator of its own, for batch statistics in the middle of forward and backward.
-    world: all ranks, for control messages on the CPU; not counted.
+    world: all ranks, for control messages and what is resumed from, on the CPU; not counted.
     team: the ranks of this replica in order of pp, then of tp, likewise, if there are several. readers: the ranks of `groups["dp"]`, likewise.
     activity: where the rank writes what it is doing.
     """

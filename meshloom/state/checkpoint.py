@@ -63,11 +63,12 @@ def passed_over(found: Path) -> str:
 class Checkpoint:
     """A whole checkpoint of one step.
 
-    path: its directory. step: updates done. values: what was given to `save`. plan_text: the plan it was saved under.
+    path: its directory. meta: what its meta.json says. step: updates done. values: what was given to `save`. plan_text: the plan it was saved under.
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
         self.path = path
+        self.meta = meta
         self.step: int = meta["step"]
         self.values: Any = meta["values"]
         self.plan_text: str = meta["plan"]
@@ -79,7 +80,7 @@ class Checkpoint:
     def open(path: Path, checksums: bool = True) -> Checkpoint:
         """Open the checkpoint that `find(path)` finds, once it is known to be whole.
 
-        checksums: read all files and compare; otherwise sizes only (on all ranks but one, say).
+        checksums: read all files and compare; otherwise sizes only, for who computes them of what it reads (`resuming.py`).
         """
         path = find(path)
         problem = _problem(path, checksums)
@@ -120,11 +121,19 @@ class Checkpoint:
         """Shape of the tensor that `key`'s elements belong to."""
         return tuple(self._entry(key)["shape"])
 
+    def parts(self, key: str) -> list[tuple[str, int, int]]:
+        """The files that hold elements of `key`, and from where to where, in order of the first."""
+        return [(file, start, stop) for file, start, stop in self._entry(key)["parts"]]
+
+    def damaged(self, file: str) -> str:
+        """The sentence about a file that does not have the bytes that were written."""
+        return f"{_damaged(self.path / file)} {_other(self.path)}"
+
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of the flattened tensor `key`: flat, on the CPU. Only they are read from the disk."""
         parts: list[Tensor] = []
         position = start
-        for file, first, last in self._entry(key)["parts"]:  # in order of first
+        for file, first, last in self.parts(key):
             if (first <= position < last and position < stop) or (first <= start == stop <= last and not parts):
                 end = min(stop, last)
                 parts.append(self._open(file).get_slice(piece_name(key, first, last))[position - first : end - first])
@@ -176,8 +185,12 @@ def _problem(path: Path, checksums: bool) -> str | None:
         if file.stat().st_size != facts["bytes"]:
             return f"{file} is truncated or overwritten: it has {file.stat().st_size} bytes, and {facts['bytes']} were written."
         if checksums and _checksum(file) != facts["crc32"]:
-            return f"{file} is damaged: it has as many bytes as were written, but not the same ones."
+            return _damaged(file)
     return None
+
+
+def _damaged(file: Path) -> str:
+    return f"{file} is damaged: it has as many bytes as were written, but not the same ones."
 
 
 def _lies_in(path: Path, name: str) -> bool:

@@ -30,7 +30,7 @@ from meshloom.state.clipping import clip
 from meshloom.state.elementwise import Reach
 from meshloom.state.json_values import from_json
 from meshloom.state.made import Made, make_optimizers, make_schedulers, scheduler_values
-from meshloom.state.optimizer_state import Held, StatePart, load_settings, load_state, settings, state_pieces
+from meshloom.state.optimizer_state import Held, Read, StatePart, load_settings, settings, state_loader, state_pieces
 from meshloom.state.shards import Shards
 from meshloom.state.tensor_file import Stream
 from meshloom.state.whole import WholeParameters, divide
@@ -202,22 +202,32 @@ class Updater:
             },
         )
 
-    def load(self, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
+    def load(self, read: Read, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
         """Restore what `state` gave on all ranks together, saved under any division.
 
         read: of (key, start, stop), elements of a saved tensor, flat. shapes: every saved key and the full shape behind it.
         """
+        take, finish = self.loading(values)
+        for key, shape in shapes.items():
+            take(key, shape, read)
+        finish()
+
+    def loading(self, values: Mapping[str, Any]) -> tuple[Callable[[str, Sequence[int], Read], None], Callable[[], None]]:
+        """`load` key by key: what takes each, of the arguments of `state_loader`, and what is to be called after the last one."""
         for what, here in (("optimizers", self._optimizers), ("schedulers", self._schedulers)):
             if len(values[what]) != len(here):
                 raise CheckpointError(
                     f"The checkpoint has {len(values[what])} {what} and the job {len(here)}. Resume with what was saved, or start a new run."
                 )
-        for optimizer, held, saved in zip(self._optimizers, self._held, values["optimizers"], strict=True):
-            load_state(optimizer, held, read, shapes)
-            load_settings(optimizer, saved)
-        self.forget()
-        for scheduler, saved in zip(self._schedulers, values["schedulers"], strict=True):
-            scheduler.load_state_dict(from_json(saved))
+
+        def finish() -> None:
+            for optimizer, saved in zip(self._optimizers, values["optimizers"], strict=True):
+                load_settings(optimizer, saved)
+            self.forget()
+            for scheduler, saved in zip(self._schedulers, values["schedulers"], strict=True):
+                scheduler.load_state_dict(from_json(saved))
+
+        return state_loader(list(zip(self._optimizers, self._held, strict=True))), finish
 
     def _divide(self, names: Mapping[int, str], parts: Mapping[str, nn.Parameter], reaches: Sequence[Reach]) -> None:
         """Give every optimizer what this rank updates of its parameters: slices of parts, or whole ones.

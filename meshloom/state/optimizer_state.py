@@ -22,7 +22,9 @@ from meshloom.state.checkpoint import Piece
 from meshloom.state.json_values import NotPlainError, from_json, to_json
 from meshloom.state.shards import Shards
 
+STATE = "optimizer/"  # what all its keys begin with
 _JSON = ".json"
+Read = Callable[[str, int, int], Tensor]  # of a key, elements from here to there, flat
 
 
 @dataclass(frozen=True)
@@ -74,20 +76,26 @@ def state_pieces(optimizer: Optimizer, held: Sequence[Held], *, by_itself: bool 
     return pieces, parts
 
 
-def load_state(optimizer: Optimizer, held: Sequence[Held], read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Replace the optimizer's state by what was saved for `held`.
+def state_loader(of: Sequence[tuple[Optimizer, Sequence[Held]]]) -> Callable[[str, Sequence[int], Read], None]:
+    """Forgets these optimizers' state, and gives what replaces it by what was saved for what each holds, key by key.
 
-    read: of (key, start, stop), elements of a saved tensor, flat. shapes: every saved key and the full shape behind it.
+    Its arguments: a saved key, the full shape behind it, and what reads it; other keys than those of optimizers change nothing.
     """
-    saved: dict[str, list[str]] = {}
-    for path in shapes:
-        if path.startswith("optimizer/"):
-            saved.setdefault(path.removeprefix("optimizer/").rsplit("/", 1)[0], []).append(path)
-    optimizer.state.clear()
-    for each in held:
-        state = {path.rsplit("/", 1)[1]: _load(path, each, read, shapes) for path in saved.get(each.name, ())}
-        if state:
-            optimizer.state[each.tensor] = {key.removesuffix(_JSON): place_state(value, key, each.tensor, optimizer) for key, value in state.items()}
+    by_name: dict[str, list[tuple[Optimizer, Held]]] = {}
+    for optimizer, held in of:
+        optimizer.state.clear()
+        for each in held:
+            by_name.setdefault(each.name, []).append((optimizer, each))
+
+    def take(path: str, shape: Sequence[int], read: Read) -> None:
+        if not path.startswith(STATE):
+            return
+        name, key = path.removeprefix(STATE).rsplit("/", 1)
+        for optimizer, held in by_name.get(name, ()):
+            value = place_state(_load(path, held, read, tuple(shape)), key, held.tensor, optimizer)
+            optimizer.state.setdefault(held.tensor, {})[key.removesuffix(_JSON)] = value
+
+    return take
 
 
 def settings(optimizer: Optimizer) -> dict[str, Any]:
@@ -122,7 +130,7 @@ def load_settings(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def _path(name: str, key: Any) -> str:
     if not isinstance(key, str) or "/" in key:
         raise JobError(f"The optimizer keeps state of {name} under {key!r}. Use a string without '/', so that it can be saved.")
-    return f"optimizer/{name}/{key}"
+    return f"{STATE}{name}/{key}"
 
 
 def _whole(path: str, value: Any) -> Piece:
@@ -135,8 +143,7 @@ def _whole(path: str, value: Any) -> Piece:
     return Piece(path + _JSON, torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, len(text), (len(text),))
 
 
-def _load(path: str, held: Held, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]]) -> Any:
-    shape = tuple(shapes[path])
+def _load(path: str, held: Held, read: Read, shape: tuple[int, ...]) -> Any:
     if path.endswith(_JSON):
         return from_json(json.loads(read(path, 0, shape[0]).numpy().tobytes()))
     count = 1

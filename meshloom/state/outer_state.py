@@ -14,6 +14,8 @@ from meshloom.state.optimizer_state import Held, StatePart
 from meshloom.state.shards import Shards
 from meshloom.state.whole_state import Gathered, whole_pieces
 
+OUTER = "outer/"  # what all its keys begin with
+
 
 def outer_pieces(
     momentum: Mapping[str, Tensor], shards: Shards, world: Group, device: torch.device, here: Collection[str] | None
@@ -36,18 +38,17 @@ def outer_pieces(
     return ready + gathered.pieces, gathered
 
 
-def load_outer(
-    named: Sequence[tuple[str, nn.Parameter]], shards: Shards, read: Callable[[str, int, int], Tensor], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Tensor]:
-    """What was saved for these parameters, in the shape of each; empty if the checkpoint has none. read, shapes: as for `Updater.load`."""
-    if not all(_key(name) in shapes for name, _ in named):
-        return {}
-    momentum: dict[str, Tensor] = {}
-    for name, parameter in named:
-        shape = torch.Size(shapes[_key(name)])
-        momentum[name] = shards.take(name, read(_key(name), 0, shape.numel()).view(shape)).to(parameter.device, copy=True)
-    return momentum
+def outer_loader(named: Sequence[tuple[str, nn.Parameter]], shards: Shards, momentum: dict[str, Tensor]) -> Callable[[str, Tensor], None]:
+    """What puts a saved key's whole tensor into `momentum`, if it is of these parameters: in the shape of the parameter."""
+    of_key = {_key(name): (name, parameter) for name, parameter in named}
+
+    def take(key: str, whole: Tensor) -> None:
+        if key in of_key:
+            name, parameter = of_key[key]
+            momentum[name] = shards.take(name, whole).to(parameter.device, copy=True)
+
+    return take
 
 
 def _key(name: str) -> str:
-    return f"outer/{name}/momentum"
+    return f"{OUTER}{name}/momentum"

@@ -141,12 +141,16 @@ class Shards:
         }
         return sum(self.gather_bytes(name, dtype) for name, dtype in divided.items())
 
-    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Copy this rank's parts of whole tensors, by the names of `state_dict`, into a divided model."""
-        with torch.no_grad():
-            for name, tensor in model.state_dict().items():
-                if isinstance(tensor, Tensor):
-                    tensor.copy_(self.take(name, weights[name]))
+    def weights_loader(self, model: nn.Module) -> Callable[[str, Tensor], None]:
+        """What copies this rank's part of a whole tensor, by its name in `state_dict`, into a divided model."""
+        state = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+
+        def take(name: str, whole: Tensor) -> None:
+            with torch.no_grad():
+                if name in state and not state[name].is_meta:
+                    state[name].copy_(self.take(name, whole))
+
+        return take
 
     def _longest(self, name: str) -> int:
         return max(self.pieces[name].num_elements(rank) for rank in range(self.size))

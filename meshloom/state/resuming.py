@@ -1,0 +1,171 @@
+"""Resumes on all ranks: rank 0 alone reads the checkpoint's files, each byte once, and hands their tensors over, one at a time.
+
+    files                        rank 0                          every rank
+    model         ------------>  embed.weight  -- broadcast -->  its part of embed.weight
+    state-0, -1   ------------>  its momentum  -- broadcast -->  its elements of that
+
+So no rank has more than its own state and one whole tensor besides, and only rank 0 needs to see the directory. Checksums are those of the bytes as
+they are read: damage is known when all is handed over, and what was loaded by then is given up with the error that every rank raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.turns import Steps
+from meshloom.comm.values import collect, on_first, share
+from meshloom.errors import CheckpointError
+from meshloom.state.checkpoint import Checkpoint
+from meshloom.state.layout import META, MODEL, piece_name
+from meshloom.state.tensor_file import DTYPES, Entry, tensor_bytes
+from meshloom.state.tensor_reading import NAMED_DTYPES, TensorReader, empty_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """What a rank does with what comes. It keeps no tensor that it is given, nor a part of one without copying it.
+
+    weight: a parameter or buffer by name. state: a key's tensor. finish: when all has come.
+    """
+
+    weight: Callable[[str, Tensor], None]
+    state: Callable[[str, Tensor], None]
+    finish: Callable[[], None]
+
+
+def open_together(directory: Path, group: Group) -> Steps[Checkpoint]:
+    """The checkpoint that rank 0 finds in `directory`, on every rank; sizes are checked, checksums not yet. Its files can be read on rank 0."""
+    opened = yield from on_first(group, lambda: Checkpoint.open(directory, checksums=False), CheckpointError)
+    path, meta = yield from share(group, [str(opened.path), opened.meta] if opened else None)
+    return opened or Checkpoint(Path(path), meta)
+
+
+def check_together(group: Group, check: Callable[[], None]) -> Steps[None]:
+    """Raise on every rank what `check` raises on the first rank where it does."""
+    yield from _raise_first(group, _attempt(check))
+
+
+def hand_over(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group) -> Steps[None]:
+    """Give every rank's `loader` all weights and the state of `keys`, which are the same on all ranks.
+
+    Raises the same sentence on every rank if a file is damaged, or else if some rank cannot load.
+    """
+    files = yield from on_first(group, lambda: _Files(checkpoint), CheckpointError)
+    told: list[Any] = yield from share(group, files.table(keys) if files else None)
+    problem: Exception | None = None
+    for kind, name, shape, dtype in told:
+        entry = Entry(name, tuple(shape), NAMED_DTYPES[dtype])
+        take = loader.weight if kind == "weight" else loader.state
+        read = partial(files.read, kind, entry) if files else None
+        problem = (yield from _bring(entry, read, take, group, pass_over=problem is not None)) or problem
+    damage: str | None = yield from share(group, files.damage() if files else None)
+    if damage:
+        raise CheckpointError(damage)
+    yield from _raise_first(group, problem or _attempt(loader.finish))
+
+
+def _bring(
+    entry: Entry, read: Callable[[Tensor], None] | None, take: Callable[[str, Tensor], None], group: Group, *, pass_over: bool
+) -> Steps[Exception | None]:
+    """Bring one tensor to this rank's `take`; what went wrong. read: fills its bytes, on rank 0. pass_over: only let it go by, with the others."""
+    flat = empty_bytes(entry)
+    problem = None if read is None or pass_over else _attempt(partial(read, flat))
+    if flat.numel():
+        work = group.broadcast(flat, 0)
+        yield
+        work.wait()
+    if problem or pass_over:
+        return problem
+    return _attempt(lambda: take(entry.name, flat.view(entry.dtype).view(entry.shape)))
+
+
+class _Files:
+    """All files of a checkpoint, on the one rank that reads them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._facts: dict[str, Any] = checkpoint.meta["files"]
+        self._absent: str | None = None  # what meta.json speaks of and no file has
+        self._readers = {name: TensorReader(checkpoint.path / name, facts["bytes"]) for name, facts in self._facts.items()}
+
+    def table(self, keys: Sequence[str]) -> list[list[Any]]:
+        """What will be handed over: kind, name, shape and dtype of each. What a damaged file does not tell, is left out."""
+        weights = self._entries(MODEL)
+        table = [["weight", each.name, list(each.shape), DTYPES[each.dtype]] for each in weights.values()]
+        self._absent = next((name for name in self._checkpoint.meta["fingerprint"] if name not in weights), None)
+        for key in keys:
+            file, start, stop = self._checkpoint.parts(key)[0]
+            if entry := self._entries(file).get(piece_name(key, start, stop)):
+                table.append(["state", key, list(self._checkpoint.shape(key)), DTYPES[entry.dtype]])
+            else:
+                self._absent = self._absent or key
+        return table
+
+    def read(self, kind: str, entry: Entry, flat: Tensor) -> None:
+        """Fill `flat` with the bytes of a tensor."""
+        into = tensor_bytes(flat)
+        if kind == "weight":
+            self._readers[MODEL].read(entry.name, into)
+            return
+        size, position = entry.dtype.itemsize, 0  # elements so far
+        for file, start, stop in self._checkpoint.parts(entry.name):
+            if start > position:
+                break
+            name = piece_name(entry.name, start, stop)
+            found = self._entries(file).get(name)
+            if found is None or found != Entry(name, (stop - start,), entry.dtype):
+                raise CheckpointError(f"{self._checkpoint.path / file} does not hold {name} as {entry.dtype}.")
+            if start == position:
+                self._readers[file].read(name, into[start * size : stop * size])
+            elif stop > position:  # some of it was in an earlier piece
+                piece = tensor_bytes(empty_bytes(found))
+                self._readers[file].read(name, piece)
+                into[position * size : stop * size] = piece[(position - start) * size :]
+            position = max(position, stop)
+        if position * size != len(into):
+            raise CheckpointError(f"{self._checkpoint.path} has no elements {position} to {len(into) // size} of {entry.name}.")
+
+    def damage(self) -> str | None:
+        """What is wrong with the first file that does not have the bytes that were written; the rest of each is read for it."""
+        for name, reader in sorted(self._readers.items()):
+            try:
+                intact = reader.checksum() == self._facts[name]["crc32"]
+            except EOFError:
+                intact = False
+            except CheckpointError as error:
+                return str(error)
+            if not intact:
+                return self._checkpoint.damaged(name)
+        return f"{self._checkpoint.path} has no tensor {self._absent}, of which its {META} speaks." if self._absent else None
+
+    def _entries(self, file: str) -> Mapping[str, Entry]:
+        return self._readers[file].entries if file in self._readers else {}
+
+
+def _attempt(action: Callable[[], None]) -> Exception | None:
+    """What `action` raises, kept until all ranks may hear of it."""
+    try:
+        with torch.no_grad():
+            action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _raise_first(group: Group, problem: Exception | None) -> Steps[None]:
+    """Raise on every rank what the first rank that has a problem says; what others say may be a consequence of it."""
+    mine = (str(problem) or type(problem).__name__) if problem else None
+    everyone = yield from collect(group, mine)
+    said = next((each for each in everyone if each is not None), None)
+    if problem is not None and mine == said:
+        raise problem
+    if said is not None:
+        raise CheckpointError(said)

@@ -1,0 +1,100 @@
+"""Reads the tensors of a safetensors file in any order, each byte once, and knows the whole file's checksum from that.
+
+The counterpart of `tensor_file.py`. The file is open only while something is read, because a checkpoint may have one for each of a thousand ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshloom.errors import CheckpointError
+from meshloom.state.checksums import joined
+from meshloom.state.tensor_file import DTYPES, Entry
+
+_BLOCK = 2**20
+NAMED_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
+
+
+class TensorReader:
+    """A file of `size` bytes.
+
+    entries: what it says that it holds, by name; none where that cannot be understood, so that the file is a damaged one.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self._size = size
+        self._blocks: dict[int, tuple[int, int]] = {}  # what was read: start -> stop, checksum
+        self._starts: dict[str, int] = {}
+        self.entries: Mapping[str, Entry] = {}
+        try:
+            self.entries = self._header()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError):  # all that damaged text can lead to
+            self._starts = {}
+
+    def read(self, name: str, into: memoryview) -> None:
+        """The bytes of a tensor. Raises `EOFError` if the file ends before, and `CheckpointError` if it cannot be read."""
+        self._read(self._starts[name], into)
+
+    def checksum(self) -> int:
+        """Of the whole file; what was not read yet is read now, and not kept."""
+        checksum, position = 0, 0
+        buffer = memoryview(bytearray(_BLOCK))
+        for start, (stop, theirs) in sorted([*self._blocks.items(), (self._size, (self._size, 0))]):
+            while position < start:
+                block = buffer[: min(_BLOCK, start - position)]
+                self._fill(position, block)
+                checksum = zlib.crc32(block, checksum)
+                position += len(block)
+            checksum = joined(checksum, theirs, stop - start)
+            position = stop
+        return checksum
+
+    def _header(self) -> dict[str, Entry]:
+        length = bytearray(8)
+        self._read(0, memoryview(length))
+        size = int.from_bytes(length, "little")
+        if size > self._size - 8:
+            raise ValueError("it would not end within the file")
+        text = bytearray(size)
+        self._read(8, memoryview(text))
+        header: dict[str, Any] = json.loads(text)
+        entries: dict[str, Entry] = {}
+        for name, each in header.items():
+            if name == "__metadata__":
+                continue
+            entries[name] = Entry(name, tuple(torch.Size(each["shape"])), NAMED_DTYPES[each["dtype"]])
+            start, stop = (8 + size + offset for offset in each["data_offsets"])
+            if stop - start != entries[name].num_bytes or not 8 + size <= start <= stop <= self._size:
+                raise ValueError("it does not lie in the file")
+            self._starts[name] = start
+        return entries
+
+    def _read(self, start: int, into: memoryview) -> None:
+        if len(into):
+            self._fill(start, into)
+            self._blocks[start] = start + len(into), zlib.crc32(into)
+
+    def _fill(self, start: int, into: memoryview) -> None:
+        position = 0
+        try:
+            with self._path.open("rb", buffering=0) as file:  # nothing is read ahead
+                file.seek(start)
+                while position < len(into):
+                    count = file.readinto(into[position:])
+                    if not count:
+                        raise EOFError(f"{self._path} ends before byte {start + len(into)}")
+                    position += count
+        except OSError as error:
+            raise CheckpointError(f"{self._path} cannot be read: {error.strerror or error}.") from error
+
+
+def empty_bytes(entry: Entry) -> torch.Tensor:
+    """Room for a tensor: uint8 [its bytes], aligned for any dtype."""
+    return torch.empty(entry.num_bytes, dtype=torch.uint8)

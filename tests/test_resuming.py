@@ -1,0 +1,277 @@
+"""A resumed run reads each byte of its checkpoint once, on rank 0, which hands one tensor at a time to the others.
+
+Every rank once read all files for itself, each of them twice on the way: eight ranks of a host read a checkpoint of 10 GB as 160 GB, and held all
+weights in full while they took their parts of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import weakref
+import zlib
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.errors import CheckpointError
+from meshloom.report.progress import QUIET
+from meshloom.state import checkpoint as checkpoints
+from meshloom.state import resuming
+from meshloom.state.checksums import joined
+from meshloom.state.layout import META, MODEL, Piece, meta_text, read_meta
+from meshloom.state.resuming import Loader, check_together, hand_over, open_together
+from meshloom.state.tensor_reading import TensorReader
+from meshloom.trainer import Trainer
+from tests.jobs import make_job
+from tests.processes import on_ranks
+from tests.saving_jobs import SHAPES, save_step, state_of, weights_of
+
+
+class Reads:
+    """Bytes that were read of each safetensors file in this process, and how many tensors that were handed over were alive together."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.alive = self.most = 0
+        opens, empty = Path.open, resuming.empty_bytes
+
+        def counting(path: Path, *arguments: Any, **settings: Any) -> Any:
+            if path.suffix != ".safetensors" or "r" not in (arguments or ["r"])[0]:
+                return opens(path, *arguments, **settings)
+            return _Counting(path, self.bytes)
+
+        def room(entry: Any) -> Tensor:
+            tensor = empty(entry)
+            self.alive += 1
+            self.most = max(self.most, self.alive)
+            weakref.finalize(tensor, self._gone)
+            return tensor
+
+        def otherwise(*arguments: Any, **settings: Any) -> Any:
+            raise AssertionError("it was read a second time")
+
+        patch.setattr(Path, "open", counting)
+        patch.setattr(resuming, "empty_bytes", room)
+        patch.setattr(checkpoints, "load_file", otherwise)
+        patch.setattr(checkpoints, "safe_open", otherwise)
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+class _Counting(io.FileIO):
+    def __init__(self, path: Path, counts: Counter[str]) -> None:
+        super().__init__(path)
+        self._counts = counts
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer) or 0
+        self._counts[Path(str(self.name)).name] += count
+        return count
+
+    def read(self, size: int = -1) -> bytes:
+        found = super().read(size) or b""
+        self._counts[Path(str(self.name)).name] += len(found)
+        return found
+
+
+def sizes(directory: Path) -> dict[str, int]:
+    """Of the safetensors files of the one checkpoint in a run's directory."""
+    return {path.name: path.stat().st_size for path in directory.glob("*/*.safetensors")}
+
+
+# --- Runs.
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        ("dp=2,zero=1", 2),
+        pytest.param("dp=2", 2, marks=pytest.mark.long),
+        pytest.param("tp=2", 2, marks=pytest.mark.long),
+        pytest.param("pp=2", 2, marks=pytest.mark.long),
+        pytest.param("dp=3,exchange=server,servers=2", 3, marks=pytest.mark.long),
+        pytest.param("dp=2,exchange=diloco,local_steps=2", 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_resumed_run_reads_each_byte_once_and_goes_on_bit_for_bit(plan: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job("mlp", "adamw", steps=4, checkpoint_every=2)  # replicas that step by themselves become one where they save
+    with Trainer(job, plan, devices="simulated", out=tmp_path, listener=QUIET) as trainer:
+        last_loss = trainer.fit().last_loss
+        expected = [dict(replica.model.state_dict()) for replica in trainer.replicas]
+    shutil.rmtree(tmp_path / "step-00000004")
+    reads = Reads(monkeypatch)
+    with Trainer(job, plan, devices="simulated", resume=tmp_path, listener=QUIET) as trainer:
+        assert reads.bytes == sizes(tmp_path)
+        assert reads.most == ranks and reads.alive == 0  # one tensor on each
+        summary = trainer.fit()
+        assert summary.last_loss == last_loss
+        assert summary.predicted == summary.counted
+        for replica, before in zip(trainer.replicas, expected, strict=True):
+            for name, tensor in replica.model.state_dict().items():
+                assert tensor.is_meta or torch.equal(tensor, before[name]), name
+
+
+def on_a_rank(plan: str, transport: str, out: str) -> tuple[dict[str, int], list[float], int]:
+    """Resumes and trains; a rank other than the first has no such directory. Bytes read, losses, and most tensors that were alive."""
+    import os
+
+    with pytest.MonkeyPatch.context() as patch:
+        reads = Reads(patch)
+        resume = out if os.environ["RANK"] == "0" else f"{out}-on-another-host"
+        with Trainer(make_job("mlp", "adamw", steps=4), plan, devices="cpu", transport=transport, resume=resume, listener=QUIET) as trainer:
+            return dict(reads.bytes), [trainer.step(batch) for batch in trainer.batches()], reads.most
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("plan", "transport"), [("dp=2,zero=1", "auto"), ("tp=2", "gloo")])
+def test_only_rank_0_needs_to_see_the_checkpoint(plan: str, transport: str, tmp_path: Path) -> None:
+    job = make_job("mlp", "adamw", steps=4)
+    with Trainer(job, plan, devices="simulated", listener=QUIET) as trainer:
+        losses = [trainer.step(batch) for batch in trainer.batches()]
+    with Trainer(job, plan, devices="simulated", steps=2, out=tmp_path, listener=QUIET) as trainer:
+        trainer.fit()
+    (read, found, most), (read_by_other, found_by_other, most_by_other) = on_ranks(on_a_rank, 2, plan, transport, str(tmp_path))
+    assert read == sizes(tmp_path) and read_by_other == {}
+    assert found == found_by_other == pytest.approx(losses[2:], rel=1e-6)  # float32; a transport may add in another order than simulated ranks do
+    assert most == most_by_other == 1
+
+
+@pytest.mark.parametrize("plan", ["dp=2", pytest.param("tp=2", marks=pytest.mark.long), pytest.param("pp=2", marks=pytest.mark.long)])
+def test_what_cannot_be_resumed_is_said_under_every_plan(plan: str, tmp_path: Path) -> None:
+    job = make_job("mlp", "adamw", steps=2)
+    with Trainer(job, plan, devices="simulated", steps=1, out=tmp_path, listener=QUIET) as trainer:
+        trainer.fit()
+    with pytest.raises(CheckpointError, match="is of another model"):
+        Trainer(make_job("cnn", "adamw", steps=2), plan, devices="simulated", resume=tmp_path, listener=QUIET)
+    with pytest.raises(CheckpointError, match=r"optimizer is AdamW with .* the job's is SGD"):
+        Trainer(replace(make_job("mlp", "sgd", steps=2), scheduler=job.scheduler), plan, devices="simulated", resume=tmp_path, listener=QUIET)
+    file = next(tmp_path.glob("*/state-00000*"))
+    text = bytearray(file.read_bytes())
+    text[-1] ^= 1
+    file.write_bytes(text)
+    with pytest.raises(CheckpointError, match=rf"{file} is damaged: it has as many bytes as were written, but not the same ones. There is no other"):
+        Trainer(job, plan, devices="simulated", resume=tmp_path, listener=QUIET)
+
+
+# --- Handing over.
+
+
+def handed_over(directory: Path, num_ranks: int, keys: list[str]) -> list[dict[str, Tensor]]:
+    """What each rank is given."""
+    found: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
+
+    def rank(number: int, group: Any) -> Steps[None]:
+        opened = yield from open_together(directory, group)
+        keep = lambda name, tensor: found[number].update({name: tensor.clone()})  # noqa: E731
+        yield from hand_over(opened, keys, Loader(weight=keep, state=keep, finish=lambda: None), group)
+
+    run_in_steps([rank(number, group) for number, group in enumerate(simulated_groups(num_ranks))])
+    return found
+
+
+@pytest.mark.parametrize("saved_on", [1, 2, 8])
+def test_every_rank_is_given_whole_tensors(saved_on: int, tmp_path: Path) -> None:
+    save_step(tmp_path, 7, num_ranks=saved_on)
+    expected = weights_of(7) | state_of(7)
+    for found in handed_over(tmp_path, 3, list(state_of(7))):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_nobody_wants_is_read_for_its_checksum_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_step(tmp_path, 1, num_ranks=2)
+    reads = Reads(monkeypatch)
+    assert handed_over(tmp_path, 2, [])[1].keys() == SHAPES.keys()
+    assert reads.bytes == sizes(tmp_path)
+    monkeypatch.undo()
+    file = path / "state-00001-of-00002.safetensors"
+    text = bytearray(file.read_bytes())
+    text[-1] ^= 1
+    file.write_bytes(text)
+    with pytest.raises(CheckpointError, match=rf"{file} is damaged"):
+        handed_over(tmp_path, 2, [])
+
+
+@pytest.mark.parametrize("file", [MODEL, "state-00000-of-00002.safetensors"])
+@pytest.mark.parametrize("where", [0, 3, 9, 20, 60, 90, -1])
+def test_a_changed_byte_anywhere_is_damage(file: str, where: int, tmp_path: Path) -> None:
+    """The header's length, its JSON, a name, an offset, an element."""
+    path = save_step(tmp_path, 1, num_ranks=2) / file
+    text = bytearray(path.read_bytes())
+    text[where] ^= 0x13
+    path.write_bytes(text)
+    with pytest.raises(CheckpointError, match=rf"{path} is damaged: it has as many bytes as were written, but not the same ones"):
+        handed_over(tmp_path, 2, list(state_of(1)))
+
+
+@pytest.mark.parametrize("refusing", [0, 1, 2])
+def test_what_one_rank_refuses_every_rank_raises(refusing: int) -> None:
+    said: list[str] = []
+
+    def rank(group: Any) -> Steps[None]:
+        def check() -> None:
+            if group.rank == refusing:
+                raise CheckpointError("it does not fit")
+
+        try:
+            yield from check_together(group, check)
+        except CheckpointError as error:
+            said.append(str(error))
+
+    run_in_steps([rank(group) for group in simulated_groups(3)])
+    assert said == ["it does not fit"] * 3
+
+
+def test_pieces_that_overlap_and_elements_that_are_missing(tmp_path: Path) -> None:
+    whole = torch.arange(10.0)
+    pieces = [[Piece("optimizer/x/a", whole[:6], 0, 6, (10,))], [Piece("optimizer/x/a", whole[4:], 4, 10, (10,))]]
+    save_step(tmp_path / "a", 1, num_ranks=2, pieces=lambda rank: pieces[rank])
+    assert all(torch.equal(found["optimizer/x/a"], whole) for found in handed_over(tmp_path / "a", 2, ["optimizer/x/a"]))
+    save_step(tmp_path / "b", 1, num_ranks=2, pieces=lambda rank: pieces[0] if rank == 0 else [])
+    with pytest.raises(CheckpointError, match="has no elements 6 to 10 of optimizer/x/a"):
+        handed_over(tmp_path / "b", 2, ["optimizer/x/a"])
+
+
+def test_a_file_that_another_program_wrote(tmp_path: Path) -> None:
+    """The library puts tensors in another order, and may say something besides."""
+    path = save_step(tmp_path, 1, num_ranks=1)
+    save_file(weights_of(1), path / MODEL, metadata={"format": "pt"})
+    meta = read_meta(path)
+    assert meta is not None
+    text = (path / MODEL).read_bytes()
+    meta["files"][MODEL] = {"bytes": len(text), "crc32": zlib.crc32(text)}
+    (path / META).write_text(meta_text(json.loads(json.dumps(meta))))
+    assert all(torch.equal(each, weights_of(1)[name]) for name, each in handed_over(tmp_path, 2, [])[0].items())
+
+
+# --- Checksums of parts.
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_checksums_of_parts_give_that_of_the_whole(first: bytes, second: bytes) -> None:
+    assert joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_the_order_of_reading_does_not_change_the_checksum(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 1, num_ranks=1) / MODEL
+    text = path.read_bytes()
+    for names in (list(SHAPES), list(SHAPES)[::-1], list(SHAPES)[1:2], []):
+        reader = TensorReader(path, len(text))
+        for name in names:
+            tensor = bytearray(reader.entries[name].num_bytes)
+            reader.read(name, memoryview(tensor))
+            assert bytes(tensor) == weights_of(1)[name].numpy().tobytes()
+        assert reader.checksum() == zlib.crc32(text)
