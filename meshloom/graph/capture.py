@@ -18,6 +18,7 @@ from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.precision import build_model, in_precision
 from meshloom.graph.program import Program
 from meshloom.graph.reading import check_tensors, device_of, one_thread, read_twice, reading
+from meshloom.graph.sparse_constants import strides_of
 from meshloom.job import Job, LossFunction
 
 
@@ -58,7 +59,7 @@ def _same(first: Exported, second: Exported) -> bool:
     if (first.inputs, first.parameters, first.buffers, first.out_spec) != (second.inputs, second.parameters, second.buffers, second.out_spec):
         return False
     if list(first.constants) != list(second.constants) or not all(
-        one.dtype == other.dtype and one.stride() == other.stride() and equal_bits(one, other)
+        one.dtype == other.dtype and strides_of(one) == strides_of(other) and equal_bits(one, other)
         for one, other in zip(first.constants.values(), second.constants.values(), strict=True)
     ):
         return False

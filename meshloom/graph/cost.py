@@ -25,6 +25,7 @@ from meshloom.graph.cost_fake import device_asked, fake_buffers, fake_inputs, fa
 from meshloom.graph.cost_rules import bytes_read_and_written, flops
 from meshloom.graph.nodes import Variable
 from meshloom.graph.program import Program
+from meshloom.graph.sparse_constants import storage_of
 
 _torch: Any = torch  # for what torch keeps to itself
 
@@ -251,10 +252,9 @@ def _kept(program: Program, saved: Iterable[_Saved], owners: dict[int, str]) -> 
             node = program.nodes[each.index]
             inside[each.index] += 1
             owners[memory] = f"{node.name}:{max(len(node.outputs), 1) - 1 + inside[each.index]}"
-        kept[each.index][owners[memory]] = each.tensor.untyped_storage().nbytes()
+        kept[each.index][owners[memory]] = storage_of(each.tensor).nbytes()
     return kept
 
 
 def _memory(tensor: Tensor) -> int:
-    storage: Any = tensor.untyped_storage()
-    return storage._cdata
+    return storage_of(tensor)._cdata

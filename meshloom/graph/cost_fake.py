@@ -15,6 +15,7 @@ from meshloom.graph.contexts import Entered
 from meshloom.graph.nodes import Meta, Node, Ref, refs_in
 from meshloom.graph.on_cpu import AsOnCPU, fake_mode
 from meshloom.graph.program import Program
+from meshloom.graph.sparse_constants import empty_like
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def fake_inputs(program: Program) -> list[Tensor]:
 
 def fake_constants(program: Program) -> dict[str, Tensor]:
     """Value -> a tensor like that constant."""
-    return {name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=program.device) for name, each in program.constants.items()}
+    return {name: empty_like(each, program.device) for name, each in program.constants.items()}
 
 
 def leaves(program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: list[Tensor]) -> dict[str, Tensor]:

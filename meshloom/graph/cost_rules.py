@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 
+from meshloom.graph.sparse_constants import dense_parts, storage_of
+
 aten = torch.ops.aten
 _flop_counter: Any = flop_counter  # its formulas by operator have no types
 
@@ -49,15 +51,17 @@ def bytes_read_and_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 def _num_bytes(tensor: Tensor) -> int:
     """Of its distinct elements: what is expanded counts once."""
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= int(size) if stride or not size else 1
-    return count * tensor.element_size()
+    total = 0
+    for part in dense_parts(tensor):
+        count = 1
+        for size, stride in zip(part.shape, part.stride(), strict=True):
+            count *= int(size) if stride or not size else 1
+        total += count * part.element_size()
+    return total
 
 
 def _memory(tensor: Tensor) -> int:
-    storage: Any = tensor.untyped_storage()
-    return storage._cdata
+    return storage_of(tensor)._cdata
 
 
 def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:

@@ -15,6 +15,7 @@ from meshloom.errors import CaptureError
 from meshloom.graph.lines import WAY_OUT, Line, describe_line, is_users, line_of_frame
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
+from meshloom.graph.sparse_constants import dense_parts
 
 
 def check_draws() -> Callable[[Callable[[], Any]], None]:
@@ -104,7 +105,8 @@ def _shown(node: Node, other: Node) -> str:
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all elements are equal, also those that are not numbers."""
-    return torch.equal(_bits(one), _bits(other))
+    ours, theirs = dense_parts(one), dense_parts(other)
+    return len(ours) == len(theirs) and all(torch.equal(_bits(mine), _bits(other)) for mine, other in zip(ours, theirs, strict=True))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from meshloom.graph.draws import CountDraws
 from meshloom.graph.export import context_of, describe_place
 from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.on_cpu import AsOnCPU, fake_mode
+from meshloom.graph.sparse_constants import empty_like, is_sparse, storage_of, strides_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class Shape:
     storage: int
     requires_grad: bool
     device: torch.device
+    sparse: Tensor | None = None  # a constant that is a sparse matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,24 +80,31 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
                     f"The shape of what {node.target} gives at {describe_place(node)} depends on the values in the batch, "
                     f"so no one program computes it. Keep the shape, with torch.where or a mask. {WAY_OUT}"
                 )
+            if node.op == "call_function" and any(each.layout != torch.strided for each in tensors):
+                raise CaptureError(
+                    f"What {node.target} gives at {describe_place(node)} is a sparse tensor, and in a program only constants are sparse. "
+                    f"Make it once, outside of the forward, and keep it as a plain attribute. {WAY_OUT}"
+                )
             shapes[node] = tuple(map(shape_of, tensors))
     return Inferred(shapes=shapes, draws=draws)
 
 
 def _like(shape: Shape) -> Tensor:
+    if shape.sparse is not None:
+        return empty_like(shape.sparse, shape.device)
     made = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=shape.device)
     return made.requires_grad_(shape.requires_grad)
 
 
 def shape_of(tensor: Tensor) -> Shape:
     """What a tensor is without its values."""
-    storage: Any = tensor.untyped_storage()
     return Shape(
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
-        stride=tuple(tensor.stride()),
-        offset=int(tensor.storage_offset()),
-        storage=storage._cdata,
+        stride=strides_of(tensor),
+        offset=0 if is_sparse(tensor) else int(tensor.storage_offset()),
+        storage=storage_of(tensor)._cdata,
         requires_grad=tensor.requires_grad,
         device=tensor.device,
+        sparse=tensor if is_sparse(tensor) else None,
     )

@@ -14,6 +14,7 @@ from meshloom.graph.routes import Route, routes_of
 from meshloom.graph.rules.call import call_of
 from meshloom.graph.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
 from meshloom.graph.rules.table import Rules, factors_of
+from meshloom.graph.sparse_constants import is_sparse, strides_of
 
 Axes = tuple[Axis, ...]  # one per dim
 
@@ -46,8 +47,8 @@ class Layout:
 
     @cached_property
     def lists(self) -> frozenset[str]:
-        """Values that are several tensors, or a list of one, of which nodes pick."""
-        return lists_in(self.program.nodes)
+        """Values that are several tensors, or a list of one, of which nodes pick; and sparse ones. Their placement is not changed."""
+        return lists_in(self.program.nodes) | {name for name, each in self.program.constants.items() if is_sparse(each)}
 
 
 def layout_of(program: Program, rules: Rules) -> Layout:
@@ -70,7 +71,7 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
         metas[each[0]] = (each[1],)
     for name, constant in program.constants.items():
         values[name] = (_fresh(tuple(constant.shape)),)
-        metas[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=tuple(constant.stride()), requires_grad=False),)
+        metas[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=strides_of(constant), requires_grad=False),)
     mapped: dict[str, Mapped] = {}
     for node in program.nodes:
         metas[node.name] = node.outputs

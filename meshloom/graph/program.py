@@ -22,6 +22,7 @@ from meshloom.graph.batch_values import fits, tensor_of
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.nodes import Input, Node, Ref, Variable, operator_name
 from meshloom.graph.runner import Runner, compile_program
+from meshloom.graph.sparse_constants import dense_parts, strides_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +119,10 @@ class Program:
             facts += [node.name, node.operator, node.args, dict(node.kwargs), node.context, node.path, node.draw, node.num_draws, node.outputs]
         digest = hashlib.sha256("\n".join(map(repr, facts)).encode())
         for name, constant in self.constants.items():
-            digest.update(f"\n{name}: {constant.dtype} {tuple(constant.shape)} {constant.stride()}\n".encode())
-            if not self.by_shapes and constant.numel():
-                digest.update(constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(f"\n{name}: {constant.dtype} {tuple(constant.shape)} {strides_of(constant)}\n".encode())
+            for part in dense_parts(constant):
+                if not self.by_shapes and part.numel():
+                    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def describe(self) -> str:

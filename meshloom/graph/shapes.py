@@ -28,6 +28,7 @@ from meshloom.graph.on_cpu import fake_mode
 from meshloom.graph.precision import build_model
 from meshloom.graph.program import Program
 from meshloom.graph.reading import check_tensors, device_of, read_once, reading
+from meshloom.graph.sparse_constants import empty_like
 from meshloom.job import Job
 
 SMALL = 4096  # elements
@@ -60,7 +61,7 @@ def capture_shapes(
         shapes = Leaves({name: _fake(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
         exported = read_once(model, job.loss, shapes)
         program = build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
-    constants = {name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta") for name, each in program.constants.items()}
+    constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
     return replace(program, constants=constants, nodes=tuple(_moved(node, where) for node in program.nodes), device=where, by_shapes=True)
 
 

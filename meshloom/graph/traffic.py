@@ -20,6 +20,7 @@ from meshloom.graph.pieces import owned, whole
 from meshloom.graph.program import Program
 from meshloom.graph.recurrent import RecurrentOfPart
 from meshloom.graph.softmax import LogSoftmaxOfPart
+from meshloom.graph.sparse_constants import strides_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,5 +119,5 @@ def _graded(program: Program, metas: Mapping[str, tuple[Meta, ...]]) -> frozense
 def _metas(program: Program) -> dict[str, tuple[Meta, ...]]:
     found = {each.value: (each.meta,) for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)}
     for name, constant in program.constants.items():
-        found[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=tuple(constant.stride()), requires_grad=False),)
+        found[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=strides_of(constant), requires_grad=False),)
     return found | {node.name: node.outputs for node in program.nodes}

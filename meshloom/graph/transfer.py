@@ -31,6 +31,7 @@ from meshloom.graph.encoding import (
 )
 from meshloom.graph.lines import WAY_OUT, Line
 from meshloom.graph.program import Program
+from meshloom.graph.sparse_constants import dense_parts, from_parts, is_sparse
 
 _MAGIC = b"meshloom program 1\n"
 _HASH_BYTES = 16
@@ -61,7 +62,8 @@ def pack(program: Program) -> bytes:
         "others": dict(program.others),
     }
     text = json.dumps(header, allow_nan=False).encode()
-    values = {} if program.by_shapes else {name: _flat(each) for name, each in program.constants.items()}
+    parts = {f"{name}:{number}": part for name, each in program.constants.items() for number, part in enumerate(dense_parts(each))}
+    values = {} if program.by_shapes else {name: _flat(each) for name, each in parts.items()}
     body = len(text).to_bytes(_LENGTH_BYTES, "little") + text + save(values)
     return _MAGIC + hashlib.blake2b(body, digest_size=_HASH_BYTES).digest() + body
 
@@ -89,7 +91,7 @@ def _program(header: Mapping[str, Any], values: Mapping[str, Tensor]) -> Program
     return Program(
         parameters={each["name"]: decoded_variable(each) for each in header["parameters"]},
         buffers={each["name"]: decoded_variable(each) for each in header["buffers"]},
-        constants={name: _constant(each, values.get(name)) for name, each in header["constants"].items()},
+        constants={name: _constant(name, each, values) for name, each in header["constants"].items()},
         inputs=tuple(map(decoded_input, header["inputs"])),
         nodes=tuple(decoded_node(each, contexts, lines) for each in header["nodes"]),
         outputs=decoded(header["outputs"]),
@@ -105,11 +107,14 @@ def _program(header: Mapping[str, Any], values: Mapping[str, Tensor]) -> Program
 
 
 def _description(name: str, constant: Tensor) -> dict[str, Any]:
-    if type(constant) is not Tensor or constant.layout != torch.strided:
+    if type(constant) is not Tensor or constant.layout not in (torch.strided, torch.sparse_coo):
         raise CaptureError(
             f"Constant {name} of the program is a {type(constant).__name__} of layout {constant.layout}, which cannot be sent. {WAY_OUT}"
         )
-    return {"dtype": str(constant.dtype).removeprefix("torch."), "shape": list(constant.shape), "stride": list(constant.stride())}
+    parts = [
+        {"dtype": str(each.dtype).removeprefix("torch."), "shape": list(each.shape), "stride": list(each.stride())} for each in dense_parts(constant)
+    ]
+    return {"parts": parts, "shape": list(constant.shape), "coalesced": constant.is_coalesced() if is_sparse(constant) else None}
 
 
 def _flat(constant: Tensor) -> Tensor:
@@ -118,7 +123,12 @@ def _flat(constant: Tensor) -> Tensor:
     return flat.view(torch.uint8).clone() if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def _constant(description: Mapping[str, Any], value: Tensor | None) -> Tensor:
+def _constant(name: str, description: Mapping[str, Any], values: Mapping[str, Tensor]) -> Tensor:
+    parts = [_part(each, values.get(f"{name}:{number}")) for number, each in enumerate(description["parts"])]
+    return parts[0] if description["coalesced"] is None else from_parts(parts, description["shape"], coalesced=description["coalesced"])
+
+
+def _part(description: Mapping[str, Any], value: Tensor | None) -> Tensor:
     dtype: torch.dtype = decoded({"dtype": description["dtype"]})
     shape, stride = description["shape"], description["stride"]
     if value is None:  # read by shapes alone

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.graph.cost_fake import device_asked, fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, loss_of, run_nodes, tensors_in
 from meshloom.graph.program import Program
+from meshloom.graph.sparse_constants import storage_of
 from meshloom.job import NamedParameters
 
 
@@ -199,9 +200,8 @@ class _Life(TorchDispatchMode):
 
 def _bytes_of(tensors: Any) -> int:
     """Of their distinct memories."""
-    return sum({_memory(each): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum({_memory(each): storage_of(each).nbytes() for each in tensors}.values())
 
 
 def _memory(tensor: Tensor) -> int:
-    storage: Any = tensor.untyped_storage()
-    return storage._cdata
+    return storage_of(tensor)._cdata

@@ -1,0 +1,93 @@
+"""A sparse matrix that a loss or a model keeps, like a graph's adjacency matrix, is a constant of the program under tp and pp."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.errors import CaptureError
+from meshloom.graph.capture import capture
+from meshloom.graph.cost import costs
+from meshloom.graph.shapes import capture_shapes
+from meshloom.graph.transfer import pack, unpack
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.verify.run import verify
+
+NODES, KINDS = 12, 3
+
+
+def adjacency() -> Tensor:
+    """Who has an edge to whom, and to itself; rows add up to one."""
+    dense = (torch.rand(NODES, NODES, generator=torch.Generator().manual_seed(1)) < 0.3).double() + torch.eye(NODES)
+    return (dense / dense.sum(1, keepdim=True)).to_sparse()
+
+
+class GCN(nn.Module):
+    """Two layers of a graph convolution (Kipf & Welling, 2017). operator: how the matrix is multiplied."""
+
+    def __init__(self, *, operator: str = "sparse.mm") -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 16).double(), nn.Linear(16, KINDS).double()
+        self.adjacency = adjacency()
+        self.operator = operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.spread(self.two(torch.relu(self.spread(self.one(x)))))
+
+    def spread(self, x: Tensor) -> Tensor:
+        return self.adjacency @ x if self.operator == "@" else torch.sparse.mm(self.adjacency, x)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return torch.stack([nn.functional.cross_entropy(model(x), y) for x, y in zip(batch["x"], batch["y"], strict=True)]).mean()
+
+
+def job(operator: str = "sparse.mm") -> Job:
+    source = torch.Generator().manual_seed(0)
+    samples = [
+        {"x": torch.randn(NODES, 8, generator=source, dtype=torch.float64), "y": torch.randint(0, KINDS, (NODES,), generator=source)}
+        for _ in range(4)
+    ]
+    return Job(
+        model=lambda: GCN(operator=operator), data=lambda: samples, loss=loss, batch_size=2, steps=2,
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
+    )  # fmt: skip
+
+
+BATCH = {"x": torch.ones(2, NODES, 8, dtype=torch.float64), "y": torch.zeros(2, NODES, dtype=torch.long)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2,tp_placements=one:column+two:row", "pp=2,cuts=two"])
+@pytest.mark.parametrize("operator", ["sparse.mm", "@"])
+def test_a_graph_convolution_equals_one_device(plan: str, operator: str):
+    """Reading it ended in "unsupported memory format option Contiguous". In float64, to 1e-10."""
+    report = verify(job(operator), Plan.parse(plan), devices="simulated", steps=2)
+    assert report is not None and report.passed, report and report.causes
+
+
+def test_a_closures_matrix_is_one_too_and_travels():
+    matrix = adjacency()
+    closed = replace(
+        job(), model=lambda: nn.Linear(8, KINDS).double(), loss=lambda model, batch: torch.sparse.mm(matrix, model(batch["x"][0])).square().mean()
+    )
+    program = capture(closed, (BATCH, {**BATCH, "x": torch.randn(2, NODES, 8, dtype=torch.float64)}))
+    ((_, constant),) = program.constants.items()
+    assert constant.layout == torch.sparse_coo
+    there = unpack(pack(program))
+    assert there.digest() == program.digest()
+    ((_, sent),) = there.constants.items()
+    assert sent.is_coalesced() and torch.equal(sent.to_dense(), matrix.to_dense())
+    assert replace(program, constants={name: each * 2 for name, each in program.constants.items()}).digest() != program.digest()
+    by_shapes = capture_shapes(closed, BATCH)
+    assert costs(by_shapes) == costs(program)
+
+
+def test_what_an_operator_gives_is_dense():
+    turned = replace(job(), loss=lambda model, batch: torch.sparse.mm(model.adjacency.t(), model(batch["x"][0])).mean())
+    with pytest.raises(CaptureError, match="in a program only constants are sparse"):
+        capture(turned, (BATCH, BATCH))
