@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import CaptureError
+from meshloom.errors import CaptureError, JobError
 from meshloom.graph.capture import capture
 from meshloom.graph.cost import costs
 from meshloom.graph.shapes import capture_shapes
@@ -85,6 +85,20 @@ def test_a_closures_matrix_is_one_too_and_travels():
     assert replace(program, constants={name: each * 2 for name, each in program.constants.items()}).digest() != program.digest()
     by_shapes = capture_shapes(closed, BATCH)
     assert costs(by_shapes) == costs(program)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
+def test_a_sparse_buffer_is_refused_by_name_where_there_are_several_ranks(plan: str):
+    """It ended in "unsupported memory format option Contiguous"."""
+
+    def build() -> nn.Module:
+        model = GCN()
+        del model.adjacency
+        model.register_buffer("adjacency", adjacency())
+        return model
+
+    with pytest.raises(JobError, match=r"Buffer adjacency is a sparse matrix \(sparse_coo\), and 2 ranks keep only dense buffers alike"):
+        verify(replace(job(), model=build), Plan.parse(plan), devices="simulated")
 
 
 def test_what_an_operator_gives_is_dense():
