@@ -62,7 +62,7 @@ BATCH = {"x": torch.ones(2, NODES, 8, dtype=torch.float64), "y": torch.zeros(2, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2,tp_placements=one:column+two:row", "pp=2,cuts=two"])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2,tp_placements=one:column+two:row", "pp=2,cuts=two", "pp=2,cuts=two,recompute=full"])
 @pytest.mark.parametrize("operator", ["sparse.mm", "@"])
 def test_a_graph_convolution_equals_one_device(plan: str, operator: str):
     """Reading it ended in "unsupported memory format option Contiguous". In float64, to 1e-10."""

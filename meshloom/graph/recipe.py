@@ -20,6 +20,7 @@ from meshloom.graph.gathered import GatheredLayers
 from meshloom.graph.nodes import Node
 from meshloom.graph.payload import elements_of_change
 from meshloom.graph.segments import Segment
+from meshloom.graph.sparse_constants import is_sparse, storage_of, strides_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,7 @@ def _of(values: Mapping[str, Any], source: Source) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    return tuple(tensor.shape), strides_of(tensor), 0 if is_sparse(tensor) else int(tensor.storage_offset())
 
 
 def _place(tensor: Tensor) -> Any:
@@ -197,8 +198,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 def _memory(tensor: Tensor) -> int:
-    storage: Any = tensor.untyped_storage()
-    return storage._cdata
+    return storage_of(tensor)._cdata
 
 
 def _with_gaps_between_draws(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -182,7 +182,7 @@ class _Life(TorchDispatchMode):
         memory = _memory(tensor)
         if memory in self._pieces:
             return
-        storage: Any = tensor.untyped_storage()
+        storage = storage_of(tensor)
         piece = len(self._sizes)
         self._sizes.append(storage.nbytes())
         self._pieces[memory] = piece
