@@ -21,7 +21,9 @@ import pytest
 import torch
 from zmq.utils.garbage import GarbageCollectorThread
 
+import meshloom.graph.division
 from meshloom.asynchronous import run as asynchronous_run
+from meshloom.graph.rates import Rates
 from meshloom.launch import World, opening
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.mesh import Mesh
@@ -120,6 +122,13 @@ def silent_export() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@pytest.fixture
+def dear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which it pays to divide small models along tp too, as it does everywhere for those of real sizes."""
+    rates = Rates(start_seconds=1e-6, latency_seconds=1e-6, memory_price=1e5)
+    monkeypatch.setattr(meshloom.graph.division, "rates_for", lambda *_: rates)
 
 
 # --- What all tests share: how to read it and how to put it back.

@@ -32,6 +32,7 @@ CALLS = [
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("dear_memory")
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),
     [

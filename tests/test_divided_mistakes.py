@@ -18,7 +18,7 @@ from meshloom.verify.report import Report
 from meshloom.verify.run import verify
 from tests.jobs import make_job
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 COLLECTIVES: Any = meshloom.graph.collectives
 
 

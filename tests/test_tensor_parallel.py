@@ -21,7 +21,7 @@ from tests.jobs import Samples, make_job
 from tests.processes import on_ranks
 from tests.verified import verified
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 
 # The models are tiny: where dividing a layer costs more than it saves it stays whole, so it is asked for.
 PINS = {

@@ -152,6 +152,7 @@ def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("dear_memory")
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),
     [
