@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, spectral_norm
 
 from meshloom.job import Evaluate, Job
-from tests.jobs import class_loss, vectors
+from tests.jobs import Samples, class_loss, vectors
 
 Buffers = Mapping[str, Tensor]
 Merge = Callable[[str, Buffers, Sequence[Buffers]], Tensor]  # (name, before the step, after each chunk) -> after the step
@@ -223,10 +223,21 @@ class Trained:
 
 
 def by_the_rule(case: str, model: nn.Module, num_chunks: int, steps: int = 4) -> Trained:
-    """One device in float64 whose chunks all start from the buffers of before the step. model: as a run starts from it."""
+    """One device in float64, also where the code names no precision, whose chunks all start from the buffers of before the step.
+
+    model: as a run starts from it.
+    """
+    usual, samples, held_out = torch.get_default_dtype(), vectors(4 * BATCH), vectors(11)
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _by_the_rule(case, model, num_chunks, steps, samples, held_out)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _by_the_rule(case: str, model: nn.Module, num_chunks: int, steps: int, samples: Samples, held_out: Samples) -> Trained:
     model.double().train()
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
-    samples, held_out = vectors(4 * BATCH), vectors(11)
     losses: list[float] = []
     metrics: list[float] = []
     for step in range(steps):

@@ -73,6 +73,7 @@ def state_name(rank: int, num_ranks: int) -> str:
 def describe(tensor: Tensor) -> str:
     """Shape and dtype, as fingerprints and errors have them.
 
+    >>> import torch
     >>> describe(torch.ones(64, 10)), describe(torch.tensor(1))
     ('64 x 10 float32', 'scalar int64')
     """
