@@ -24,7 +24,7 @@ from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import vectors
 
-pytestmark = pytest.mark.usefixtures("silent_export")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 Batch = dict[str, Tensor]
 

@@ -26,7 +26,7 @@ from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import class_loss, vectors
 
-pytestmark = pytest.mark.usefixtures("silent_export")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
 def handed_over_in_evaluation_mode() -> nn.Module:

@@ -26,7 +26,7 @@ from tests.jobs import GPT, Samples, token_loss, vectors
 from tests.test_batch_values import EQUAL, REFUSED
 from tests.test_batch_values import job_of as job_with
 
-pytestmark = pytest.mark.usefixtures("silent_export")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 COUNT = 0
 SCALE = 1.0

@@ -81,7 +81,8 @@ def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "plan", "rates"), [(Mixed, "tp=2", TALKING), (partial(Mixed, low=False), "tp=2", TALKING), (Uneven, "pp=2", COMPUTING)]
+    ("model", "plan", "rates"),
+    [(Mixed, "tp=2", TALKING), pytest.param(partial(Mixed, low=False), "tp=2", TALKING, marks=pytest.mark.slow), (Uneven, "pp=2", COMPUTING)],
 )
 def test_what_float64_verifies_is_what_is_trained(model: Any, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch):
     """The program was priced as it was read for verification, in which all values weigh twice as much: another division was verified than is trained."""
