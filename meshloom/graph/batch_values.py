@@ -214,7 +214,7 @@ def _kind(value: Any) -> str | None:
 
 def _always_counts(value: Any) -> bool:
     """What code asks about with `is`, which no object can notice, or must be what it is."""
-    return value is None or isinstance(value, Tensor)
+    return value is None or isinstance(value, Tensor | bool | enum.Enum | torch.dtype)
 
 
 def _check_stable(name: str, value: Any) -> None:
