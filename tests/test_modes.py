@@ -116,7 +116,6 @@ def test_a_plan_that_reads_trains_in_the_mode_of_one_device(model: Callable[[], 
     assert run(job, "tp=2,keyed_draws=true") == pytest.approx(expected, rel=2e-5)  # sums over tp, and their rounding through four steps
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "tp=2", "pp=2", "pp=2,microbatches=2,recompute=full"])
 @pytest.mark.parametrize("model", MODELS)
 def test_verify_agrees(model: Callable[[], nn.Module], plan: str):
@@ -124,7 +123,7 @@ def test_verify_agrees(model: Callable[[], nn.Module], plan: str):
     assert report and report.passed
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2", pytest.param("pp=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "pp=2"])
 def test_what_is_frozen_stays_frozen_after_an_evaluation(plan: str):
     job = job_of(with_frozen_statistics)
     watched = job_of(with_frozen_statistics, evaluate=Evaluate(vectors, {"loss": class_loss}, every=1))
@@ -142,7 +141,7 @@ def test_an_asynchronous_worker_keeps_what_is_frozen():
     assert found == pytest.approx(one_device(job, 4), rel=1e-6)
 
 
-@pytest.mark.parametrize("plan", ["dp=1", pytest.param("pp=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["dp=1", "pp=2"])
 def test_a_loop_of_ones_own_may_evaluate_between_steps(plan: str):
     """Also without going back to training mode, or with all of the model in it."""
     job = job_of(with_frozen_statistics)
@@ -151,7 +150,7 @@ def test_a_loop_of_ones_own_may_evaluate_between_steps(plan: str):
     assert run(job, plan, between=lambda model: model.eval().train()) == expected
 
 
-@pytest.mark.parametrize("plan", ["dp=1", pytest.param("tp=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["dp=1", "tp=2"])
 def test_a_part_put_into_evaluation_mode_between_steps_is_refused(plan: str):
     with pytest.raises(TrainingError, match="3 was put into evaluation mode between two steps"):
         run(job_of(with_frozen_statistics), plan, between=lambda model: model.get_submodule("3").eval())
