@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from elastic_runs import ElasticRun, left
+from killing import running
 from safetensors.torch import load_file
 
 from meshloom.report.progress import QUIET
@@ -190,7 +189,7 @@ def test_a_worker_that_has_joined_ends_within_its_timeout_when_the_launcher_was_
     with ElasticRun("steady", "dp=1,exchange=async", tmp_path, "--steps", "100000") as run, ExitStack() as stack:
         address, key = run.address()
         words = [sys.executable, "-m", "meshloom", "train", run.target, "--join", address, "--key", key, "--timeout", "20"]
-        there = [stack.enter_context(joined(words)) for _ in range(3)]
+        there = [stack.enter_context(running(words)) for _ in range(3)]
         run.until(lambda: run.text().count("has joined") == 3)
         run.process.kill()
         run.process.wait()
@@ -198,17 +197,6 @@ def test_a_worker_that_has_joined_ends_within_its_timeout_when_the_launcher_was_
             _, said = each.communicate(timeout=60)
             assert each.returncode == 1
             assert said.strip() == f"PeerLostError: The server at {address} has not been there for 20 s, so this worker ends."
-
-
-@contextmanager
-def joined(words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A further worker, that ends with the test."""
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.killing import command, left, ranks, running
+from tests.killing import command, left, let_run, ranks, running
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("silent_export")]
 STEPS = 40
@@ -30,7 +30,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+def undisturbed() -> dict[str, tuple[dict[str, torch.Tensor], float]]:
     """By plan: final parameters, and seconds that a run takes. Filled as they are needed."""
     return {}
 
@@ -85,9 +85,7 @@ def test_a_fault(seed: int, undisturbed: dict[str, tuple[dict[str, torch.Tensor]
     out, number = tmp_path / "run", chooser.choice(SIGNALS)
     with running(words(plan, out)) as process:
         launcher = psutil.Process(process.pid)
-        moment = time.monotonic() + chooser.uniform(0.0, seconds)
-        while time.monotonic() < moment and process.poll() is None:
-            time.sleep(0.005)
+        let_run(process, chooser.uniform(0.0, seconds))
         victims = there(launcher, plan) if process.poll() is None else {}
         name = chooser.choice(sorted(victims)) if victims else ""
         hit = False
