@@ -45,40 +45,33 @@ class MoCo(nn.Module):
         out = self.head(keys @ self.queue.clone().detach() + 0.1 * self.labels)
         if self.training:
             with torch.no_grad():
-                at = (self.pointer + torch.arange(len(x))) % 11
-                self.queue.index_copy_(1, at, keys.T)
-                self.labels.index_copy_(0, at, keys.argmax(1))
-                self.pointer.copy_((self.pointer + len(x)) % 11)
+                self.enqueue(keys)
         return out
+
+    def enqueue(self, keys: Tensor) -> None:
+        at = (self.pointer + torch.arange(len(keys))) % 11
+        self.queue.index_copy_(1, at, keys.T)
+        self.labels.index_copy_(0, at, keys.argmax(1))
+        self.pointer.copy_((self.pointer + len(keys)) % 11)
 
 
 class Shifted(MoCo):
     """A queue without a pointer: new keys push the oldest out."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        keys = F.normalize(self.features(torch.tanh(self.body(x))), dim=1)
-        out = self.head(keys @ self.queue.clone().detach() + 0.1 * self.labels)
-        if self.training:
-            with torch.no_grad():
-                self.queue = torch.cat([keys.T, self.queue], 1)[:, :11]
-                self.labels = torch.cat([keys.argmax(1), self.labels])[:11]
-        return out
+    def enqueue(self, keys: Tensor) -> None:
+        self.queue = torch.cat([keys.T, self.queue], 1)[:, :11]
+        self.labels = torch.cat([keys.argmax(1), self.labels])[:11]
 
 
 class Sliced(MoCo):
     """The published form: the pointer becomes a Python number, and keys go where they fit. Only a module as it is can run it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        keys = F.normalize(self.features(torch.tanh(self.body(x))), dim=1)
-        out = self.head(keys @ self.queue.clone().detach() + 0.1 * self.labels)
-        if self.training:
-            with torch.no_grad():
-                at = int(self.pointer)
-                count = min(len(x), 11 - at)
-                self.queue[:, at : at + count] = keys[:count].T
-                self.labels[at : at + count] = keys[:count].argmax(1)
-                self.pointer[0] = (at + count) % 11
-        return out
+    def enqueue(self, keys: Tensor) -> None:
+        at = int(self.pointer)
+        count = min(len(keys), 11 - at)
+        self.queue[:, at : at + count] = keys[:count].T
+        self.labels[at : at + count] = keys[:count].argmax(1)
+        self.pointer[0] = (at + count) % 11
 
 
 class DINO(nn.Module):
