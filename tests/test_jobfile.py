@@ -107,6 +107,12 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[n
     return tmp_path
 
 
+def batch_size_of(target: str) -> int:
+    found = load_job(target)
+    assert found is not None
+    return found.batch_size
+
+
 @pytest.mark.parametrize("initialised", [("pkg", "pkg/jobs"), ("pkg/jobs",), ("pkg",), ()])
 @pytest.mark.parametrize("target", ["pkg/jobs/train.py", "pkg.jobs.train", "pkg.jobs.train:make"])
 def test_relative_imports_work_as_under_python_m(packages: Path, initialised: tuple[str, ...], target: str) -> None:
@@ -124,9 +130,7 @@ def test_a_package_elsewhere_is_imported_too(packages: Path, monkeypatch: pytest
         (packages / directory / "__init__.py").write_text("")
     (packages / "empty").mkdir()
     monkeypatch.chdir(packages / "empty")
-    found = load_job("../pkg/jobs/train.py")
-    assert found is not None
-    assert found.batch_size == 5
+    assert batch_size_of("../pkg/jobs/train.py") == 5
 
 
 def test_the_working_directory_is_importable(packages: Path) -> None:
@@ -134,18 +138,14 @@ def test_the_working_directory_is_importable(packages: Path) -> None:
     (packages / "config.py").write_text("BATCH = 7\n")
     (packages / "jobs").mkdir()
     (packages / "jobs" / "train.py").write_text(JOB.replace("{name}", "job").replace("helper_beside", "config"))
-    found = load_job("jobs/train.py")
-    assert found is not None
-    assert found.batch_size == 7
+    assert batch_size_of("jobs/train.py") == 7
 
 
 def test_a_directory_with_the_name_of_another_package_is_no_package(packages: Path) -> None:
     """A file in `torch/` is not torch's."""
     (packages / "torch").mkdir()
     (packages / "torch" / "job.py").write_text(JOB.replace("{name}", "job").replace("from helper_beside import BATCH", "BATCH = 3"))
-    found = load_job("torch/job.py")
-    assert found is not None
-    assert found.batch_size == 3
+    assert batch_size_of("torch/job.py") == 3
 
 
 def test_words_are_the_files_own(packages: Path) -> None:

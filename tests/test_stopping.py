@@ -22,6 +22,11 @@ def at_step(step: int, act: Callable[[], None]) -> Listener:
     return Listener(started=lambda text: None, note=lambda text: None, step=lambda progress: act() if progress.step == step else None)
 
 
+def interrupted_twice() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,exchange=local_sgd,local_steps=2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_first_and_the_run_goes_on_from_there(
@@ -81,11 +86,7 @@ def test_an_own_loop_finishes_its_turn(tmp_path: Path) -> None:
 def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
 
-    def twice() -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    listener = at_step(2, twice)
+    listener = at_step(2, interrupted_twice)
     with pytest.raises(KeyboardInterrupt), Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener) as trainer:
         trainer.fit()
     assert names_in(tmp_path) == []
@@ -94,11 +95,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.Monke
 def test_two_signals_of_one_ctrl_c_are_one(tmp_path: Path) -> None:
     """torchrun hands on the Ctrl-C that the terminal sent to the ranks already."""
 
-    def twice() -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    listener = at_step(2, twice)
+    listener = at_step(2, interrupted_twice)
     with pytest.raises(SystemExit), Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener) as trainer:
         trainer.fit()
     assert names_in(tmp_path) == ["step-00000002"]
