@@ -89,32 +89,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the worlds of tests that start no processes compute")
 
 
-@pytest.fixture
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """What `--device` says, for tests that put tensors on it themselves."""
-    _note_device(request)
-    return torch.device(request.config.getoption("--device"))
-
-
 @pytest.fixture(autouse=True)
 def _worlds_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process opens as a world, whether one rank or several simulated ones, is on the device of `--device`; a report says which tests opened one."""
-    on_cuda = request.config.getoption("--device") == "cuda"
+    device = request.config.getoption("--device")
 
     def opened(mesh: Mesh, devices: str, *more: Any) -> World:
-        _note_device(request)
-        if on_cuda:
+        if ("device", device) not in request.node.user_properties:
+            request.node.user_properties.append(("device", device))
+        if device == "cuda":
             devices = "cuda" if mesh.size == 1 and not devices.startswith("simulated") else "simulated:cuda"
         return world_in_one_process(mesh, devices, *more)
 
     for module in (opening, asynchronous_run):
         monkeypatch.setattr(module, "world_in_one_process", opened)
-
-
-def _note_device(request: pytest.FixtureRequest) -> None:
-    noted = ("device", request.config.getoption("--device"))
-    if noted not in request.node.user_properties:
-        request.node.user_properties.append(noted)
 
 
 @pytest.fixture
