@@ -7,16 +7,12 @@ with the first batch's number, silently; the same with words that the loss turne
 from __future__ import annotations
 
 import dataclasses
-import enum
-import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from meshloom.errors import CaptureError
@@ -24,119 +20,22 @@ from meshloom.graph.batch_values import fits, text_of
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.programs import MOST, Programs, _key
 from meshloom.graph.transfer import pack, unpack
-from meshloom.job import Evaluate, Job
+from meshloom.job import Evaluate
 from meshloom.plan import Plan
 from meshloom.report.progress import Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import vectors
+from tests.loss_jobs import EQUAL, REFUSED, STEPS, Opaque, Task, job_of, job_with
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
-Extra = Callable[[Tensor], dict[str, Any]]
-STEPS = 3
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 5))
-
-
-def job_of(extra: Extra, loss: Any, **settings: Any) -> Job:
-    """extra: of a chunk's x, what its batch holds besides x and y."""
-
-    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
-        x, y = (torch.stack([sample[name] for sample in samples]) for name in "xy")
-        return {"x": x, "y": y, **extra(x)}
-
-    optimizer = lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)  # noqa: E731
-    return Job(model=mlp, loss=loss, optimizer=optimizer, data=vectors, collate=collate, **{"batch_size": 6, "steps": STEPS, **settings})
-
-
-def of_scaled(scale: Callable[[dict[str, Any]], Any]) -> Any:
-    """A loss whose input is scaled."""
-    return lambda model, batch: F.cross_entropy(model(batch["x"] * scale(batch)), batch["y"])
-
-
-def number(x: Tensor) -> float:
-    return float(x[0].abs().sum()) / 4
-
-
-class Task(enum.Enum):
-    COPY = 1
-    SORT = 2
-
-
-@dataclasses.dataclass
-class Noise:
-    sigma: float
-    name: str
-
-
-class Opaque:
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-
-# name: what the batch holds, what the loss makes of it. All have another value in every batch, or nearly.
-EQUAL: dict[str, tuple[Extra, Any]] = {
-    "float": (lambda x: {"n": number(x)}, of_scaled(lambda b: b["n"])),
-    "float, as a divisor of what the loss returns": (
-        lambda x: {"n": number(x) * 9},
-        lambda model, b: (F.cross_entropy(model(b["x"]), b["y"], reduction="sum"), b["n"]),
-    ),
-    "float in a dataclass": (lambda x: {"n": Noise(number(x), "a")}, of_scaled(lambda b: b["n"].sigma)),
-    "two floats": (lambda x: {"n": [number(x), -number(x)]}, of_scaled(lambda b: b["n"][0] - b["n"][1])),
-    "int": (lambda x: {"n": int(number(x) * 10)}, of_scaled(lambda b: b["n"] * 0.1)),
-    "int that picks a row": (lambda x: {"n": int(number(x) * 100) % len(x)}, of_scaled(lambda b: b["x"][b["n"]].abs())),
-    "int that says how often": (lambda x: {"n": int(number(x) * 100) % 3}, of_scaled(lambda b: sum([0.5 for _ in range(b["n"])], 1.0))),
-    "NumPy's float": (lambda x: {"n": numpy.float64(number(x))}, of_scaled(lambda b: b["n"])),
-    "bool": (lambda x: {"n": bool(x[0, 0] > 0)}, of_scaled(lambda b: 2.0 if b["n"] else 1.0)),
-    "text": (lambda x: {"n": "abc"[int(number(x) * 100) % 3]}, of_scaled(lambda b: {"a": 0.5, "b": 1.0, "c": 1.5}[b["n"]])),
-    "bool that is asked for": (lambda x: {"n": bool(int(number(x) * 100) % 2)}, of_scaled(lambda b: 0.5 if b["n"] is True else 1.5)),
-    "enum": (lambda x: {"n": list(Task)[int(number(x) * 100) % 2]}, of_scaled(lambda b: 0.5 if b["n"] is Task.COPY else 1.5)),
-    "none or not": (lambda x: {"n": None if x[0, 0] > 0 else "there"}, of_scaled(lambda b: 2.0 if b["n"] is None else 1.0)),
-    "names that the loss does not look at": (
-        lambda x: {"n": [f"file {each}" for each in x[:, 0].tolist()], "o": Opaque(number(x))},
-        of_scaled(lambda b: 1),
-    ),
-    "a name beside a number": (lambda x: {"n": f"{number(x)}", "m": number(x)}, of_scaled(lambda b: b["m"])),
-}
-
-REFUSED: dict[str, tuple[Extra, Any, str]] = {
-    "words": (
-        lambda x: {"n": [f"w{int(each * 100)}" for each in x[:, 0].tolist()]},
-        of_scaled(lambda b: torch.tensor([[int(word[1:]) / 100] for word in b["n"]])),
-        "looks at n of the batch, a list of 6, in Python, and it is another one in the next batch",
-    ),
-    "a number that Python computes with": (
-        lambda x: {"n": number(x)},
-        of_scaled(lambda b: math.sqrt(b["n"])),
-        "looks at n of the batch, a float, in Python, and it is another one in the next batch",
-    ),
-    "an object": (lambda x: {"n": Opaque(number(x))}, of_scaled(lambda b: b["n"].value), "looks at n of the batch, a Opaque, an object of which"),
-    "tensors in an object": (
-        lambda x: {"n": Opaque(x)},  # type: ignore[arg-type]
-        of_scaled(lambda b: b["n"].value),
-        "looks at n of the batch, a Opaque, an object of which",
-    ),
-    "an array": (
-        lambda x: {"n": x.numpy().copy()},
-        of_scaled(lambda b: torch.from_numpy(b["n"]).abs()),
-        "looks at n of the batch, a ndarray, in Python, and it is another one",
-    ),
-}
-
 
 def check(name: str, plan: str, steps: int = STEPS) -> None:
-    report = verify(job_of(*EQUAL[name]), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=steps)
+    report = verify(job_with(*EQUAL[name]), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=steps)
     assert report and report.passed
 
 
-def test_a_float_is_an_input():
-    check("float", "tp=2")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("name", EQUAL)
 def test_what_a_batch_holds_besides_tensors_is_what_it_is_in_every_step(name: str):
     check(name, "tp=2")
@@ -152,24 +51,22 @@ def test_so_it_is_under_every_plan(name: str, plan: str):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_another_value_in_every_batch_is_refused_before_the_first_step(name: str):
     extra, loss, why = REFUSED[name]
-    with pytest.raises(CaptureError, match=why), Trainer(job_of(extra, loss), "pp=2", devices="simulated"):
+    with pytest.raises(CaptureError, match=why), Trainer(job_with(extra, loss), "pp=2", devices="simulated"):
         pass
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", REFUSED)
 def test_with_dp_alone_it_is_trained(name: str):
     extra, loss, _ = REFUSED[name]
-    report = verify(job_of(extra, loss), Plan.parse("dp=2"), devices="simulated")
+    report = verify(job_with(extra, loss), Plan.parse("dp=2"), devices="simulated")
     assert report and report.passed
 
 
-@pytest.mark.long
 def test_metrics_have_values_of_their_own():
     def losses(plan: str) -> dict[int, float]:
         seen: dict[int, float] = {}
         extra, loss = EQUAL["int that says how often"]
-        job = job_of(extra, loss, evaluate=Evaluate(lambda: vectors(23), {"loss": loss}, every=1))
+        job = job_with(extra, loss, evaluate=Evaluate(lambda: vectors(23), {"loss": loss}, every=1))
         with Trainer(job, plan, devices="simulated", listener=Listener(evaluated=lambda step, found: seen.update({step: found["loss"]}))) as trainer:
             trainer.fit()
         return seen
@@ -182,7 +79,7 @@ def batches_with(name: str, values: list[Any]) -> list[dict[str, Any]]:
 
 
 def programs_of(loss: Any) -> Programs:
-    return Programs(job_of(lambda x: {}, loss))
+    return Programs(job_of(loss))
 
 
 def read(programs: Programs, batch: Any) -> Any:

@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from meshloom.errors import CaptureError
 from meshloom.graph.inner_gradients import transforms_ended
-from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.jobs import vectors
+from tests.loss_jobs import job_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -77,12 +76,6 @@ def directional(model: nn.Module, batch: Batch) -> Tensor:
 
 
 LOSSES: list[Callable[[nn.Module, Batch], Tensor]] = [physics_informed, gradient_penalty, langevin, backward, maml, jacobian, directional]
-
-
-def job_of(loss: Callable[[nn.Module, Batch], Tensor]) -> Job:
-    model = lambda: nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 5))  # noqa: E731
-    optimizer = lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)  # noqa: E731
-    return Job(model=model, loss=loss, optimizer=optimizer, data=vectors, batch_size=6, steps=3)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -23,22 +23,13 @@ from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import GPT, Samples, token_loss, vectors
-from tests.test_batch_values import EQUAL, REFUSED
-from tests.test_batch_values import job_of as job_with
+from tests.loss_jobs import EQUAL, REFUSED, job_of, job_with, mlp
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 COUNT = 0
 SCALE = 1.0
 TABLE = {"scale": 1.0, "other": 0}
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 5))
-
-
-def job_of(loss: Any, data: Callable[[], Any] = vectors, build: Callable[[], nn.Module] = model) -> Job:
-    return Job(model=build, loss=loss, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), data=data, batch_size=6, steps=4)
 
 
 def ce(m: nn.Module, batch: dict[str, Tensor], scale: Any = 1.0) -> Tensor:
@@ -113,7 +104,6 @@ def test_the_refusal_names_what_it_is():
             pass
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", [*EQUAL, *REFUSED])
 def test_a_batch_of_more_than_tensors_is_equal_or_refused(name: str):
     extra, loss = (EQUAL.get(name) or REFUSED[name])[:2]
@@ -162,7 +152,7 @@ def train(job: Job, plan: str, between: Callable[[], Any]) -> list[float]:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = model()
+        self.net = mlp()
         self.temperature = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -192,7 +182,7 @@ def changes() -> Iterator[tuple[str, Job, Callable[[], Any]]]:
     yield "holder.scale", job_of(lambda m, b: ce(m, b, helper())), lambda: setattr(holder, "scale", 2.0)
     yield "centre", job_of(lambda m, b: ce(m, {**b, "x": b["x"] - centre})), lambda: centre.add_(1)
     yield r"TABLE \(a global of .*\)\['scale'\]", job_of(lambda m, b: ce(m, b, TABLE["scale"])), lambda: TABLE.update(scale=2.0)
-    yield r"SCALE \(a global of .*\)", job_of(lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), build=Net), lambda: globals().update(SCALE=2.0)
+    yield r"SCALE \(a global of .*\)", job_of(lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), model=Net), lambda: globals().update(SCALE=2.0)
     yield r"scales\[0\]", job_of(lambda m, b: ce(m, b, scales[0])), lambda: scales.__setitem__(0, 3.0)
 
 
@@ -207,7 +197,7 @@ def test_what_is_changed_between_two_steps_is_noticed_by_name(number: int):
 
 
 def test_an_attribute_of_the_model_changed_between_steps_is_noticed():
-    job = job_of(lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), build=Net)
+    job = job_of(lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), model=Net)
     with Trainer(job, "tp=2", devices="simulated") as trainer:
         batches = trainer.batches()
         trainer.step(next(batches))
