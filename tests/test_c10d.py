@@ -148,6 +148,21 @@ def test_what_gloo_copies_is_bounded():
     assert on_ranks(_many_at_once, 2) == [([2] * 6, True)] * 2
 
 
+def _one_after_another() -> int:
+    group = _join()
+    whole = torch.empty(2)
+    for _ in range(100):
+        group.all_gather(whole, torch.ones(1)).wait()
+    kept = len(group._copied)
+    dist.destroy_process_group()
+    return kept
+
+
+def test_operations_that_are_over_are_not_kept():
+    """Small ones were kept until 64 MiB had been gathered in all: millions of them in a long run, counted again by each."""
+    assert on_ranks(_one_after_another, 2) == [1, 1]
+
+
 def _values_on_a_rank() -> object:
     group = _join()
 

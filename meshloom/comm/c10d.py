@@ -65,7 +65,7 @@ class C10dGroup(Group):
         self._activity = activity or Activity()
         self._notes = Notes(process_group.get_group_store)
         self._aborted = False
-        self._copied: deque[tuple[Work, int]] = deque()  # under way, and of how many bytes the backend holds a copy
+        self._copied: deque[_C10dWork] = deque()  # under way, of which the backend holds a copy
 
     @property
     def rank(self) -> int:
@@ -182,17 +182,23 @@ class C10dGroup(Group):
         copied_bytes: of which the backend holds a copy on the CPU, until the wait.
         """
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
-        while copied_bytes and self._copied and sum(size for _, size in self._copied) + copied_bytes > _COPIED_BYTES:
-            self._copied.popleft()[0].wait()
+        if copied_bytes and on_cpu:
+            self._make_room(copied_bytes)
         with self._explained(what):
             self._check_aborted(what)
             work = start()
         if work is None:
             raise CollectiveError(f"{self._members[self.rank]} takes no part in {what}.")
-        started = _C10dWork(self, work, what, tensors, finish, glance and on_cpu)
-        if copied_bytes and on_cpu:
-            self._copied.append((started, copied_bytes))
+        started = _C10dWork(self, work, what, tensors, finish, glance and on_cpu, copied_bytes if on_cpu else 0)
+        if started.copied_bytes:
+            self._copied.append(started)
         return started
+
+    def _make_room(self, copied_bytes: int) -> None:
+        """For a copy of so many bytes: wait for the oldest operations, if there are too many."""
+        self._copied = deque(each for each in self._copied if each.copied_bytes)
+        while self._copied and sum(each.copied_bytes for each in self._copied) + copied_bytes > _COPIED_BYTES:
+            self._copied.popleft().wait()
 
     def wait_for(self, work: dist.Work, what: str, glance: bool) -> None:
         """Wait for an operation of this group, looking at the store for a rank that left if `glance`."""
@@ -241,7 +247,19 @@ class C10dGroup(Group):
 
 
 class _C10dWork(Work):
-    def __init__(self, group: C10dGroup, work: dist.Work, what: str, tensors: list[Tensor], finish: Callable[[], None] | None, glance: bool) -> None:
+    """copied_bytes: of which the backend holds a copy; 0 once somebody has waited for it."""
+
+    def __init__(
+        self,
+        group: C10dGroup,
+        work: dist.Work,
+        what: str,
+        tensors: list[Tensor],
+        finish: Callable[[], None] | None,
+        glance: bool,
+        copied_bytes: int,
+    ) -> None:
+        self.copied_bytes = copied_bytes
         self._group, self._what, self._glance = group, what, glance
         self._work: dist.Work | None = work  # with what the backend has copied
         self._tensors = tensors  # kept alive while the backend uses their memory
@@ -255,6 +273,7 @@ class _C10dWork(Work):
             self._finish()
         self._work = None
         self._tensors = []
+        self.copied_bytes = 0
 
     def is_finished(self) -> bool:
         return self._work is None or self._work.is_completed()
