@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,20 +76,9 @@ def tests(device: str) -> Iterator[Row]:
     """How many tests had a world on the device is counted: on the CPU alone a test says nothing of a GPU."""
     with tempfile.TemporaryDirectory() as directory:
         found = Path(directory, "junit.xml")
-        words = [
-            "-m",
-            "pytest",
-            "-q",
-            "--device",
-            device,
-            "-m",
-            "not processes and not long and not slow",
-            f"--junitxml={found}",
-            "-p",
-            "no:cacheprovider",
-            "tests",
-        ]
-        done = subprocess.run([sys.executable, *words, *_at_once()], cwd=ROOT, capture_output=True, text=True)
+        words = ["-m", "pytest", "-q", "--device", device, "-m", "not processes and not long and not slow", "-p", "no:cacheprovider"]
+        words += [f"--junitxml={found}", "tests", *_at_once()]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
         if not found.exists():
             yield Row(name="pytest", status="failed", text=(done.stdout + done.stderr)[-2000:])
             return
@@ -205,18 +193,6 @@ def _status(is_right: bool) -> str:
     return "passed" if is_right else "failed"
 
 
-@contextmanager
-def _one_line(path: Path) -> Iterator[Callable[[Row], None]]:
-    """Rows reach the file as they come: what a part found before it was stopped is not lost."""
-    with path.open("a") as file:
-
-        def write(row: Row) -> None:
-            file.write(json.dumps(asdict(row)) + "\n")
-            file.flush()
-
-        yield write
-
-
 def main() -> int:
     """Run one part, and write its rows: `main.py` starts this, a process for each part, because an error of a GPU's ends all that a process can do with it."""
     parser = argparse.ArgumentParser()
@@ -224,9 +200,9 @@ def main() -> int:
     parser.add_argument("device", choices=("cpu", "cuda"))
     parser.add_argument("rows", type=Path)
     arguments = parser.parse_args()
-    with _one_line(arguments.rows) as write:
+    with arguments.rows.open("a") as file:
         for row in PARTS[arguments.part](arguments.device):
-            write(row)
+            print(json.dumps(asdict(row)), file=file, flush=True)  # as they come: what a part found before it was stopped is not lost
     return 0
 
 
