@@ -22,7 +22,7 @@ static bool lies_within(const ml_group *group, const piece *piece, place place) 
     const ml_call *call = &piece->operation->call;
     uint64_t element = ml_element_bytes(call->dtype), bytes = piece->length * element, places = (uint64_t)group->size;
     if (place.window) {
-        if (place.window > (uint32_t)group->num_windows || call->kind == ML_ALL_TO_ALL || place.offset % (element < 8 ? element : 8)) return false;
+        if (place.window > (uint32_t)group->num_windows || call->kind == ML_ALL_TO_ALL || !is_aligned(place.offset, element)) return false;
         uint64_t read = has_one_place(call->kind) ? bytes : ((places - 1) * call->count + piece->first + piece->length) * element;
         return is_within(place.offset, read, group->windows[place.window - 1].num_bytes);
     }

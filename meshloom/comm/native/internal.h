@@ -171,6 +171,9 @@ static inline void copy(void *to, const void *from, uint64_t bytes) {
 /* Whether `bytes` from `offset` on lie within `all` bytes. */
 static inline bool is_within(uint64_t offset, uint64_t bytes, uint64_t all) { return offset <= all && bytes <= all - offset; }
 
+/* Whether elements of so many bytes may be computed with where they lie, at this offset in a window. Who hands them in and who reads them decide alike. */
+static inline bool is_aligned(uint64_t offset, uint64_t element) { return offset % (element < 8 ? element : 8) == 0; }
+
 /* Whether a rank hands in one block, rather than one for each rank. */
 static inline bool has_one_place(int kind) {
     return kind == ML_ALL_REDUCE || kind == ML_REDUCE || kind == ML_BROADCAST || kind == ML_ALL_GATHER || kind == ML_GATHER;

@@ -54,8 +54,8 @@ static void find_window(const ml_group *group, operation *operation) {
     if (call->kind == ML_ALL_REDUCE && call->in != call->out) return;
     uint64_t bytes = call->count * ml_element_bytes(call->dtype) * (has_one_place(call->kind) ? 1 : (uint64_t)group->size);
     for (int index = 0; index < group->num_windows; index++) {
-        uint64_t offset = (uint64_t)((uintptr_t)call->in - (uintptr_t)group->windows[index].bases[group->rank]), element = ml_element_bytes(call->dtype);
-        if (is_within(offset, bytes, group->windows[index].num_bytes) && offset % (element < 8 ? element : 8) == 0) {
+        uint64_t offset = (uint64_t)((uintptr_t)call->in - (uintptr_t)group->windows[index].bases[group->rank]);
+        if (is_within(offset, bytes, group->windows[index].num_bytes) && is_aligned(offset, ml_element_bytes(call->dtype))) {
             operation->window = (uint32_t)index + 1;
             operation->window_offset = offset;
             return;
