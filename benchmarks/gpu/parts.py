@@ -32,14 +32,13 @@ from meshloom.graph.capture import capture
 from meshloom.jobfile import load_job
 from meshloom.planner.measure import measure_memory
 from meshloom.planner.memory import predict_memory
-from meshloom.report.progress import Listener
+from meshloom.report.progress import QUIET
 from meshloom.verify.run import verify
 
 ROOT = Path(__file__).parents[2]
 MAIN = ROOT / "examples/01_gpt_bytes.py"
 SMALL = ("02_digits", "03_data_parallel", "05_from_a_script", "06_tensor_parallel", "07_own_operator", "08_layers_on_devices", "09_grid")
 PLANS = ("dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=1", "dp=2,pp=2,tp=2")
-QUIET = Listener(started=lambda text: None, note=lambda text: None)
 
 
 @dataclass(frozen=True, kw_only=True)
