@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -23,7 +21,7 @@ from meshloom.at_hand import Wish, devices_for
 from meshloom.calibration import Request, measure_company, measure_here, measure_machine
 from meshloom.cluster import load, machine_file, save
 from meshloom.companions import advise_beside, be_companion
-from meshloom.errors import JobError, PlanError
+from meshloom.errors import PlanError
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
 from meshloom.jobfile import as_program, check_target, load_job
@@ -49,9 +47,10 @@ from meshloom.report.advice import advice_records, print_advice
 from meshloom.report.description import description_records, print_description
 from meshloom.report.directory import print_run_directory, read_run_directory, run_directory_records, show_timeline
 from meshloom.report.machine import machine_records, print_machine
-from meshloom.report.progress import Listener, Progress, Summary
+from meshloom.report.progress import Listener
+from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary
 from meshloom.report.stages import lines_of, stages_record
-from meshloom.report.terminal import Terminal, evaluation_text, how_many, progress_text, saved_text
+from meshloom.report.terminal import Terminal
 from meshloom.trainer import Trainer
 from meshloom.trials import try_here, try_plans
 from meshloom.verify.report import print_report
@@ -121,7 +120,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
             text = f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it."
             print(text, file=sys.stderr)
             return 0
-        records = _Records(arguments.json, stack)
+        records = Records(arguments.json, stack)
         if arguments.verb == "describe":
             return _describe(arguments, job, records)
         if arguments.verb == "plan":
@@ -136,18 +135,12 @@ def _run_here(arguments: argparse.Namespace) -> int:
         return (_train if arguments.verb == "train" else _verify)(arguments, job, terminal, records)
 
 
-def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
+def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: Records) -> int:
     plan = _plan(arguments)
     if arguments.join is not None:
         join(job, arguments.target, arguments.words, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
         return 0
-    listener = Listener(
-        started=terminal.start,
-        note=terminal.event,
-        step=lambda progress: _tell_progress(progress, terminal, records),
-        evaluated=lambda step, metrics: _tell_evaluation(step, metrics, terminal, records),
-        saved=lambda step, path: _tell_saved(step, path, terminal, records),
-    )
+    listener = listener_for(terminal, records)
     if plan.exchange == "async" and not is_rank():
         kind, why = choose_for_workers(
             plan.servers, plan.dp, arguments.devices, virtual=circumstances_of(arguments) is not None,
@@ -176,7 +169,7 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
             _announce(trainer, terminal, records)
         summary = trainer.fit()
         if trainer.world.main:
-            _tell_summary(summary, terminal, records)
+            tell_summary(summary, terminal, records)
             if trainer.shares.record:
                 records.write("shares", record=trainer.shares.record)
             if trainer.asynchronous:
@@ -185,26 +178,26 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
 
 
 def _train_on_processes(
-    arguments: argparse.Namespace, job: Job, plan: Plan, why: str, listener: Listener, terminal: Terminal, records: _Records
+    arguments: argparse.Namespace, job: Job, plan: Plan, why: str, listener: Listener, terminal: Terminal, records: Records
 ) -> int:
     """The launcher's part: servers and workers are processes that it starts."""
     settings = settings_of(arguments, job)
     run = ProcessRun(job, plan, settings, listener, arguments.target, arguments.words)
     listener.started(f"plan {plan} on {why}")
     parameters = sum(each.numel() for each in run.model.parameters())
-    _announce_start(job, plan, run.model, parameters, settings.steps, run.next_step, terminal)
-    _record_start(job, plan, "cpu", why, run.model, parameters, settings.steps, run.next_step, records)
+    announce_start(job, plan, run.model, parameters, settings.steps, run.next_step, terminal)
+    record_start(job, plan, "cpu", why, run.model, parameters, settings.steps, run.next_step, records)
     summary = run.fit()
-    _tell_summary(summary, terminal, records)
+    tell_summary(summary, terminal, records)
     records.write("asynchronous", **run.record())
     return 0
 
 
-def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
+def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
     job, plan = trainer.job, trainer.plan
     model = trainer.asynchronous.model if trainer.asynchronous else trainer.replicas[0].model
     parameters = sum(each.numel() for each in model.parameters()) if trainer.asynchronous else trainer.replicas[0].num_parameters()
-    _announce_start(job, plan, model, parameters, trainer.steps, trainer.next_step, terminal)
+    announce_start(job, plan, model, parameters, trainer.steps, trainer.next_step, terminal)
     staged = trainer.replicas[0].staged if trainer.replicas else None
     division = staged.division if staged else None
     if division is not None and division.rates is not None:
@@ -216,55 +209,10 @@ def _announce(trainer: Trainer, terminal: Terminal, records: _Records) -> None:
         for line in lines_of(found):
             terminal.event(line)
         records.write("stages", **stages_record(found))
-    _record_start(job, plan, trainer.world.kind, trainer.world.why, model, parameters, trainer.steps, trainer.next_step, records)
+    record_start(job, plan, trainer.world.kind, trainer.world.why, model, parameters, trainer.steps, trainer.next_step, records)
 
 
-def _announce_start(job: Job, plan: Plan, model: torch.nn.Module, parameters: int, steps: int, step: int, terminal: Terminal) -> None:
-    per_replica = f"{how_many(plan.dp, 'worker' if plan.exchange == 'async' else 'replica')} x {how_many(plan.microbatches, 'chunk')}"
-    start = f", from step {step}" if step else ""
-    terminal.start(
-        f"{type(model).__name__}, {parameters:,} parameters; batches of {how_many(job.batch_size, 'sample')} over {per_replica}; "
-        f"{how_many(steps, 'step')}{start}"
-    )
-
-
-def _record_start(
-    job: Job, plan: Plan, devices: str, why: str, model: torch.nn.Module, parameters: int, steps: int, step: int, records: _Records
-) -> None:
-    records.write(
-        "start", plan=str(plan), devices=devices, why=why, model=type(model).__name__, parameters=parameters,
-        batch_size=job.batch_size, steps=steps, step=step,
-    )  # fmt: skip
-
-
-def _tell_progress(progress: Progress, terminal: Terminal, records: _Records) -> None:
-    shown = {key: value for key, value in asdict(progress).items() if key not in ("gradient_norm", "learning_rates")}
-    terminal.step(progress_text(**shown), last=progress.step == progress.steps)
-    records.write("step", **asdict(progress))
-
-
-def _tell_evaluation(step: int, metrics: dict[str, float], terminal: Terminal, records: _Records) -> None:
-    terminal.event(evaluation_text(step, metrics))
-    records.write("evaluation", step=step, metrics=metrics)
-
-
-def _tell_saved(step: int, path: Path, terminal: Terminal, records: _Records) -> None:
-    terminal.event(saved_text(step, path))
-    records.write("checkpoint", step=step, path=str(path))
-
-
-def _tell_summary(summary: Summary, terminal: Terminal, records: _Records) -> None:
-    terminal.event(f"{how_many(summary.steps, 'step')} in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}")
-    terminal.bytes_table(summary.predicted, summary.counted)
-    terminal.time_line(summary.shares)
-    records.write(
-        "end", steps=summary.steps, seconds=summary.seconds, first_loss=summary.first_loss, last_loss=summary.last_loss, evaluation=summary.evaluation,
-        bytes={"predicted": summary.predicted.bytes, "counted": summary.counted.bytes}, time=asdict(summary.shares),
-        checkpoint=str(summary.checkpoint) if summary.checkpoint else None,
-    )  # fmt: skip
-
-
-def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: _Records) -> int:
+def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: Records) -> int:
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
     report = verify(
         job,
@@ -284,7 +232,7 @@ def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records
     return 0 if report.passed else 1
 
 
-def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
+def _describe(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     plan = _plan(arguments)
     plan.check_batch(arguments.batch or job.batch_size)
     check_ranks(plan.tp * plan.pp, "simulated", arguments.oversubscribe)
@@ -306,7 +254,7 @@ def _describe(arguments: argparse.Namespace, job: Job, records: _Records) -> int
     return 0
 
 
-def _advise(arguments: argparse.Namespace, job: Job, records: _Records) -> int:
+def _advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
     wish = Wish(
@@ -347,7 +295,7 @@ def _report(arguments: argparse.Namespace) -> int:
         print_run_directory(read_run_directory(directory), console)
     if arguments.json is not None:
         with ExitStack() as stack:
-            records = _Records(arguments.json, stack)
+            records = Records(arguments.json, stack)
             for record in run_directory_records(read_run_directory(directory)):
                 records.write(**record)
     return 0
@@ -376,34 +324,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     print_machine(machine, console)
     console.print(f"written to {path} ({time.perf_counter() - started:.1f} s of measuring)", markup=False, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
-        records = _Records(arguments.json, stack)
+        records = Records(arguments.json, stack)
         for record in machine_records(machine):
             records.write(**record)
     return 0
-
-
-class _Records:
-    """JSON lines, one per event, or nothing. The file is opened by the first line, so only the process that reports makes it."""
-
-    def __init__(self, path: str | None, stack: ExitStack) -> None:
-        self._path = path
-        self._stack = stack
-        self._stream: TextIO | None = None
-
-    def write(self, event: str, **values: Any) -> None:
-        if self._path is None:
-            return
-        if self._stream is None:
-            self._stream = self._open(self._path)
-        self._stream.write(json.dumps({"event": event, **values}) + "\n")
-        self._stream.flush()
-
-    def _open(self, path: str) -> TextIO:
-        if path == "-":
-            return sys.stdout
-        try:
-            return self._stack.enter_context(Path(path).open("w", encoding="utf-8"))
-        except OSError as error:
-            raise JobError(
-                f"--json {path} cannot be written: {error.strerror}. Give a file in a directory that exists, or - for standard output."
-            ) from None

@@ -1,0 +1,102 @@
+"""What a run tells a program, as JSON lines, beside what it tells a person."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch import nn
+
+from meshloom.errors import JobError
+from meshloom.job import Job
+from meshloom.plan import Plan
+from meshloom.report.progress import Listener, Progress, Summary
+from meshloom.report.terminal import Terminal, evaluation_text, how_many, progress_text, saved_text
+
+
+class Records:
+    """JSON lines, one per event, or nothing. The file is opened by the first line, so only the process that reports makes it."""
+
+    def __init__(self, path: str | None, stack: ExitStack) -> None:
+        self._path = path
+        self._stack = stack
+        self._stream: TextIO | None = None
+
+    def write(self, event: str, **values: Any) -> None:
+        if self._path is None:
+            return
+        if self._stream is None:
+            self._stream = self._open(self._path)
+        self._stream.write(json.dumps({"event": event, **values}) + "\n")
+        self._stream.flush()
+
+    def _open(self, path: str) -> TextIO:
+        if path == "-":
+            return sys.stdout
+        try:
+            return self._stack.enter_context(Path(path).open("w", encoding="utf-8"))
+        except OSError as error:
+            raise JobError(
+                f"--json {path} cannot be written: {error.strerror}. Give a file in a directory that exists, or - for standard output."
+            ) from None
+
+
+def announce_start(job: Job, plan: Plan, model: nn.Module, parameters: int, steps: int, step: int, terminal: Terminal) -> None:
+    """A line for a person. step: from which it goes on."""
+    per_replica = f"{how_many(plan.dp, 'worker' if plan.exchange == 'async' else 'replica')} x {how_many(plan.microbatches, 'chunk')}"
+    start = f", from step {step}" if step else ""
+    terminal.start(
+        f"{type(model).__name__}, {parameters:,} parameters; batches of {how_many(job.batch_size, 'sample')} over {per_replica}; "
+        f"{how_many(steps, 'step')}{start}"
+    )
+
+
+def record_start(job: Job, plan: Plan, devices: str, why: str, model: nn.Module, parameters: int, steps: int, step: int, records: Records) -> None:
+    """The same for a program, and where it runs. devices, why: of the world."""
+    records.write(
+        "start", plan=str(plan), devices=devices, why=why, model=type(model).__name__, parameters=parameters,
+        batch_size=job.batch_size, steps=steps, step=step,
+    )  # fmt: skip
+
+
+def listener_for(terminal: Terminal, records: Records) -> Listener:
+    """Tells both how a run goes."""
+    return Listener(
+        started=terminal.start,
+        note=terminal.event,
+        step=lambda progress: _progress(progress, terminal, records),
+        evaluated=lambda step, metrics: _evaluation(step, metrics, terminal, records),
+        saved=lambda step, path: _saved(step, path, terminal, records),
+    )
+
+
+def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None:
+    """What a run came to, for both."""
+    terminal.event(f"{how_many(summary.steps, 'step')} in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}")
+    terminal.bytes_table(summary.predicted, summary.counted)
+    terminal.time_line(summary.shares)
+    records.write(
+        "end", steps=summary.steps, seconds=summary.seconds, first_loss=summary.first_loss, last_loss=summary.last_loss, evaluation=summary.evaluation,
+        bytes={"predicted": summary.predicted.bytes, "counted": summary.counted.bytes}, time=asdict(summary.shares),
+        checkpoint=str(summary.checkpoint) if summary.checkpoint else None,
+    )  # fmt: skip
+
+
+def _progress(progress: Progress, terminal: Terminal, records: Records) -> None:
+    shown = {key: value for key, value in asdict(progress).items() if key not in ("gradient_norm", "learning_rates")}
+    terminal.step(progress_text(**shown), last=progress.step == progress.steps)
+    records.write("step", **asdict(progress))
+
+
+def _evaluation(step: int, metrics: dict[str, float], terminal: Terminal, records: Records) -> None:
+    terminal.event(evaluation_text(step, metrics))
+    records.write("evaluation", step=step, metrics=metrics)
+
+
+def _saved(step: int, path: Path, terminal: Terminal, records: Records) -> None:
+    terminal.event(saved_text(step, path))
+    records.write("checkpoint", step=step, path=str(path))
