@@ -71,14 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BaseException as error:
             leave(report_failure(error))
     try:
-        if arguments.verb == "calibrate":
+        if "timeout" in arguments:
             check_timeout(arguments.timeout, "--timeout ")
+        if arguments.verb == "calibrate":
             return _calibrate(arguments)
         if arguments.verb == "report":
             return _report(arguments)
         check_target(arguments.target)
-        if "timeout" in arguments:
-            check_timeout(arguments.timeout, "--timeout ")
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever.")
         if arguments.verb in ("describe", "plan"):
@@ -236,19 +235,20 @@ def _describe(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     plan = _plan(arguments)
     plan.check_batch(arguments.batch or job.batch_size)
     check_ranks(plan.tp * plan.pp, "simulated", arguments.oversubscribe)
+    given = load(Path(arguments.machine)) if arguments.machine else None
     known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
-    path = Path(arguments.machine) if arguments.machine else next((each for each in known if each.is_file()), None)
-    description = describe(job, batch_size=arguments.batch, machine=load(path) if path else None)
+    here = next((each for each in known if each.is_file()), None)
+    description = describe(job, batch_size=arguments.batch, machine=given or (load(here) if here else None))
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
     for record in description_records(description, arguments.depth):
         records.write(**record)
     if plan.tp > 1:
-        account = divided(job, plan, batch_size=arguments.batch, machine=load(Path(arguments.machine)) if arguments.machine else None)
+        account = divided(job, plan, batch_size=arguments.batch, machine=given)
         print(f"\n{text_of(account)}", file=stream)
         records.write("division", plan=str(plan), **asdict(account))
     if plan.pp > 1:
-        stages = staged(job, plan, batch_size=arguments.batch, machine=load(Path(arguments.machine)) if arguments.machine else None)
+        stages = staged(job, plan, batch_size=arguments.batch, machine=given)
         print("", *lines_of(stages), sep="\n", file=stream)
         records.write("stages", **stages_record(stages))
     return 0
