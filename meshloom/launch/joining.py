@@ -53,6 +53,7 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: st
     """
     tell({"event": "joining"})
     if scratch := scratch_directory():  # data workers have sockets there, which they leave behind when they are killed
+        # No documented setting says so: `tempfile.tempdir` would move the user's own files too, and names of sockets below a directory more may be too long.
         multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
     activity = _open_activity()
     activity.enter("joining")
