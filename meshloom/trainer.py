@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +27,7 @@ from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
 from meshloom.graph.precision import default_precision
 from meshloom.job import Evaluate, Job
-from meshloom.launch import StopRequests, World, is_rank, launched_plan, open_world, report_stop, tell
+from meshloom.launch import StopRequests, World, launched_plan, open_world, report_stop, tell
 from meshloom.mesh import Axis
 from meshloom.pipeline.recorder import Recorder
 from meshloom.plan import Plan
@@ -47,9 +46,10 @@ from meshloom.state.saving import save
 from meshloom.state.shares import Record, Shares
 from meshloom.state.team_data import open_team_reader
 from meshloom.state.trying import untouched
+from meshloom.trainer_arguments import check_arguments
+from meshloom.working import working_alone
 
 T = TypeVar("T")
-_WORKING = threading.RLock()  # held by who draws: torch, numpy and Python have one generator for all threads
 CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
 
 
@@ -124,7 +124,7 @@ class Trainer:
         recorded_shares: Record = (),
         oversubscribe: bool = False,
     ) -> None:
-        _check_request(
+        check_arguments(
             job, listener, circumstances, {"steps": steps, "snapshot_every": snapshot_every}, {"out": out, "resume": resume},
             {"overwrite": overwrite, "share": share, "oversubscribe": oversubscribe}, {"devices": devices, "transport": transport}, dtype,
         )  # fmt: skip
@@ -603,55 +603,6 @@ class Trainer:
             add({"all_reduce": replica.bytes_per_evaluation()}, self._evaluations)
         axes = {"dp": total} | {axis: replica.bytes_within(axis) for axis in self._axes_within}
         return Traffic({axis: {name: count for name, count in kinds.items() if count} for axis, kinds in axes.items()})
-
-
-@contextmanager
-def working_alone() -> Generator[None]:
-    """Around what draws or talks: Trainers of other threads wait.
-
-    Where they talk to other processes, each process would choose another one to go first, so there it is an error.
-    """
-    if not _WORKING.acquire(blocking=not is_rank()):
-        raise TrainingError(
-            "Another thread of this rank is in the middle of a step of its Trainer, and ranks would wait for each other for ever. "
-            "Use one Trainer after the other, or one program for each."
-        )
-    try:
-        yield
-    finally:
-        _WORKING.release()
-
-
-def _check_request(
-    job: object, listener: object, circumstances: object, counts: Mapping[str, object], paths: Mapping[str, object], switches: Mapping[str, object],
-    words: Mapping[str, object], dtype: object,
-) -> None:  # fmt: skip
-    """Raise `JobError` for an argument of a kind that no Trainer takes."""
-    if not isinstance(job, Job):
-        raise JobError(f"Trainer takes a Job, not a {type(job).__name__}.")
-    for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise JobError(f"{name}={value!r} must be a whole number, 1 or more.")
-    for name, value in paths.items():
-        if value is not None and not isinstance(value, str | Path):
-            raise JobError(f"{name}={value!r} must be the path of a directory, as text or a pathlib.Path.")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise JobError(f"{name}={value!r} must be True or False.")
-    for name, value in words.items():
-        if not isinstance(value, str):
-            raise JobError(f'{name}={value!r} must be a word, like {name}="auto".')
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        said = f"dtype=torch.{dtype}" if dtype in ("float64", "float32", "bfloat16", "float16") else "dtype=torch.float64"
-        raise JobError(f"dtype={dtype!r} must be a floating-point dtype of torch, like {said}.")
-    if listener is not None and not isinstance(listener, Listener):
-        name = getattr(listener, "__name__", repr(listener))
-        raise JobError(f"listener={name} must be a Listener of functions, like listener=ml.Listener(step=print), not a {type(listener).__name__}.")
-    for each in fields(Listener) if isinstance(listener, Listener) else ():
-        if not callable(getattr(listener, each.name)):
-            raise JobError(f"Listener({each.name}=...) must be a function, not a {type(getattr(listener, each.name)).__name__}.")
-    if circumstances is not None and not isinstance(circumstances, Circumstances):
-        raise JobError(f"circumstances must be ml.Circumstances(...), not a {type(circumstances).__name__}.")
 
 
 def _plan(plan: Plan | str | None) -> Plan:

@@ -20,6 +20,7 @@ ORDER = [
     ["verify", "at_hand", "trials", "companions", "arguments"],
     ["calibration"],
     ["trainer"],
+    ["trainer_arguments", "working"],
     ["asynchronous"],
     ["launch"],
     ["report"],

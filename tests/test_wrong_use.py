@@ -18,7 +18,8 @@ from meshloom.launch.devices import check_ranks, choose_devices, choose_for_work
 from meshloom.mesh import Mesh
 from meshloom.plan import Plan
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Trainer, working_alone
+from meshloom.trainer import Trainer
+from meshloom.working import working_alone
 from tests.jobs import make_job
 from tests.test_cli import FILE
 

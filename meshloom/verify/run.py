@@ -26,7 +26,7 @@ from meshloom.state.digest import digest
 from meshloom.state.homes import held
 from meshloom.state.model import build_model, state_of
 from meshloom.state.samples import first_batches
-from meshloom.trainer import Trainer, working_alone
+from meshloom.trainer import Trainer
 from meshloom.verify.hold import hold_against
 from meshloom.verify.mistakes import Cause
 from meshloom.verify.nodes import first_difference
@@ -35,6 +35,7 @@ from meshloom.verify.records import ChunkRecord, ModuleOutput, StepRecord
 from meshloom.verify.reference import Reference
 from meshloom.verify.report import Report
 from meshloom.verify.watch import ModuleWatch, digest_values
+from meshloom.working import working_alone
 
 
 def verify(

@@ -1,0 +1,29 @@
+"""Trainers of one process work one at a time: torch, numpy and Python have one generator of random numbers for all threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from meshloom.errors import TrainingError
+from meshloom.launch import is_rank
+
+_WORKING = threading.RLock()  # held by who draws
+
+
+@contextmanager
+def working_alone() -> Generator[None]:
+    """Around what draws or talks: Trainers of other threads wait.
+
+    Where they talk to other processes, each process would choose another one to go first, so there it is an error.
+    """
+    if not _WORKING.acquire(blocking=not is_rank()):
+        raise TrainingError(
+            "Another thread of this rank is in the middle of a step of its Trainer, and ranks would wait for each other for ever. "
+            "Use one Trainer after the other, or one program for each."
+        )
+    try:
+        yield
+    finally:
+        _WORKING.release()
