@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1] / "meshloom"
 SOURCES = sorted(ROOT.rglob("*.py"))
 
@@ -106,9 +104,9 @@ def _submodule(base: str, name: str) -> str:
 
 
 @cache
-def dotted_names(path: Path) -> list[tuple[str, int]]:
-    """`a.b.c` wherever it is written as an expression, with its line."""
-    found: list[tuple[str, int]] = []
+def names_of(path: Path) -> list[tuple[str, int]]:
+    """What is imported, and `a.b.c` wherever it is written as an expression, with its line."""
+    found = [(each.module, each.line) for each in imports_of(path)]
     for node in ast.walk(parsed(path)):
         names: list[str] = []
         inner: ast.AST = node
@@ -125,11 +123,11 @@ def test_every_room_stands_in_the_order():
     assert rooms <= LEVEL.keys(), f"Add {sorted(rooms - LEVEL.keys())} to ORDER, at the level of what they may import."
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_imports_go_down(path: Path):
-    here = name_of(path).split("/")[0].removesuffix(".py")
+def test_imports_go_down():
     wrong = [
         f"meshloom/{name_of(path)}:{each.line} imports {each.module}, which is not below {here}"
+        for path in SOURCES
+        for here in [name_of(path).split("/")[0].removesuffix(".py")]
         for each in imports_of(path)
         if each.module.split(".")[0] == "meshloom" and (there := room_of(each.module)) != here and LEVEL[there] >= LEVEL[here]
     ]
@@ -159,31 +157,45 @@ def test_no_two_files_import_each_other():
         assert cycle is None, " -> ".join(cycle or ())
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) in PLAIN_VALUES], ids=name_of)
-def test_plain_values_import_no_torch(path: Path):
-    wrong = [f"meshloom/{name_of(path)}:{each.line} imports {each.module}" for each in imports_of(path) if each.module.split(".")[0] == "torch"]
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("path", [path for path in SOURCES if not name_of(path).startswith(MAY_NAME_DISTRIBUTED)], ids=name_of)
-def test_only_comm_and_launch_name_torch_distributed(path: Path):
-    named = [(each.module, each.line) for each in imports_of(path)] + list(dotted_names(path))
-    wrong = [f"meshloom/{name_of(path)}:{line} names {name}" for name, line in named if name.startswith("torch.distributed")]
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path) not in MAY_READ_ENVIRONMENT], ids=name_of)
-def test_only_one_file_of_launch_reads_the_environment(path: Path):
-    names = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
-    named = [(each.module, each.line) for each in imports_of(path)] + list(dotted_names(path))
-    wrong = [f"meshloom/{name_of(path)}:{line} names {name}" for name, line in named if name in names]
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_optional_packages_are_imported_where_they_are_used(path: Path):
+def test_plain_values_import_no_torch():
+    paths = [path for path in SOURCES if name_of(path) in PLAIN_VALUES]
+    assert len(paths) == len(PLAIN_VALUES)
     wrong = [
         f"meshloom/{name_of(path)}:{each.line} imports {each.module}"
+        for path in paths
+        for each in imports_of(path)
+        if each.module.split(".")[0] == "torch"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_comm_and_launch_name_torch_distributed():
+    wrong = [
+        f"meshloom/{name_of(path)}:{line} names {name}"
+        for path in SOURCES
+        if not name_of(path).startswith(MAY_NAME_DISTRIBUTED)
+        for name, line in names_of(path)
+        if name.startswith("torch.distributed")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_one_file_of_launch_reads_the_environment():
+    names = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
+    wrong = [
+        f"meshloom/{name_of(path)}:{line} names {name}"
+        for path in SOURCES
+        if name_of(path) not in MAY_READ_ENVIRONMENT
+        for name, line in names_of(path)
+        if name in names
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_optional_packages_are_imported_where_they_are_used():
+    wrong = [
+        f"meshloom/{name_of(path)}:{each.line} imports {each.module}"
+        for path in SOURCES
         for each in imports_of(path)
         if each.at_import and each.module.split(".")[0] in OPTIONAL
     ]
