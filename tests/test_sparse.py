@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,13 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def job(optimizer: str, size: str = "rows", **more: Any) -> Job:
+def samples_of(num_rows: int, count: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    samples = [{"x": torch.randint(0, SIZES[size], (4,), generator=generator), "y": torch.randint(0, 3, (), generator=generator)} for _ in range(23)]
+    return [{"x": torch.randint(0, num_rows, (4,), generator=generator), "y": torch.randint(0, 3, (), generator=generator)} for _ in range(count)]
+
+
+def job(optimizer: str, size: str = "rows", **more: Any) -> Job:
+    samples = samples_of(SIZES[size], 23)
     return Job(
         model=lambda: Words(SIZES[size]),
         loss=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
@@ -80,8 +85,10 @@ def trained(the_job: Job, plan: str, **more: Any) -> tuple[dict[str, Tensor], An
         return {name: each.clone() for name, each in trainer.replicas[-1].model.state_dict().items()}, summary
 
 
-def one_device(the_job: Job, optimizer: str) -> dict[str, Tensor]:
+@cache
+def one_device(optimizer: str, size: str = "rows", steps: int = 9, clip_grad_norm: float | None = None) -> dict[str, Tensor]:
     """A plain loop over the same batches, each of them one chunk. Adam and its like cannot take sparse gradients: they get dense ones."""
+    the_job = job(optimizer, size, steps=steps, clip_grad_norm=clip_grad_norm)
     with Trainer(the_job, "dp=1", devices="simulated", dtype=torch.float64, listener=QUIET) as trainer:
         model = Words(the_job.model().table.num_embeddings).double()  # type: ignore[attr-defined]
         model.load_state_dict(trainer.replicas[0].model.state_dict())
@@ -93,11 +100,11 @@ def one_device(the_job: Job, optimizer: str) -> dict[str, Tensor]:
         if optimizer not in ("SparseAdam", "SGD", "Adagrad"):
             for each in model.parameters():
                 each.grad = None if each.grad is None else each.grad.to_dense()
-        if the_job.clip_grad_norm is not None:
+        if clip_grad_norm is not None:
             present = [each for each in model.parameters() if each.grad is not None]
             norm = torch.stack([each.grad.to_dense().norm() for each in present]).norm()  # type: ignore[union-attr]
             for each in present:
-                each.grad = each.grad * (the_job.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # type: ignore[operator]
+                each.grad = each.grad * (clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # type: ignore[operator]
         for each in made if isinstance(made, list) else [made]:
             each.step()
     return {name: each.detach().clone() for name, each in model.state_dict().items()}
@@ -118,17 +125,17 @@ def test_a_sparse_step_is_one_device_s(optimizer: str, size: str, plan: str) -> 
     """Under dp they ended in "Cannot access storage of SparseTensorImpl", and SparseAdam was refused. Clipping counts each row once."""
     the_job = job(optimizer, size, clip_grad_norm=0.3)
     found, summary = trained(the_job, plan)
-    expected = one_device(the_job, optimizer)
+    expected = one_device(optimizer, size, clip_grad_norm=0.3)
     for name, each in expected.items():
         torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
     assert summary.predicted == summary.counted
-    assert torch.equal(found["never.weight"], one_device(replace(the_job, steps=1), optimizer)["never.weight"])
+    assert torch.equal(found["never.weight"], one_device(optimizer, size, steps=1, clip_grad_norm=0.3)["never.weight"])
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
 def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str) -> None:
     the_job = job(optimizer)
-    expected = one_device(the_job, optimizer)
+    expected = one_device(optimizer)
     for plan in ("dp=3", "dp=2,zero=1"):
         found, _ = trained(the_job, plan)
         for name, each in expected.items():
@@ -142,14 +149,10 @@ def test_models_that_are_read_have_the_same_numbers_dense(plan: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(torch.tanh(torch.cat([self.table(x).mean(1), self.table(x).mean(1)[:, :3]], dim=1)))
 
-    the_job = replace(job("SGD", steps=3, batch_size=6), model=lambda: Looked(30), data=lambda: _small(30))
+    the_job = replace(job("SGD", steps=3, batch_size=6), model=lambda: Looked(30), data=lambda: samples_of(30, 18))
+    found = trained_whole(the_job, plan)
     for name, each in trained(the_job, "dp=1")[0].items():
-        torch.testing.assert_close(trained_whole(the_job, plan)[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def _small(rows: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [{"x": torch.randint(0, rows, (4,), generator=generator), "y": torch.randint(0, 3, (), generator=generator)} for _ in range(18)]
+        torch.testing.assert_close(found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def trained_whole(the_job: Job, plan: str) -> dict[str, Tensor]:
@@ -174,7 +177,7 @@ def test_what_is_not_possible_is_refused_by_name() -> None:
 @pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad"])
 def test_a_run_goes_on_under_another_plan(optimizer: str, tmp_path: Path) -> None:
     the_job = job(optimizer)
-    expected = one_device(the_job, optimizer)
+    expected = one_device(optimizer)
     trained(replace(the_job, steps=4), "dp=2,zero=1", out=tmp_path)
     trained(replace(the_job, steps=7), "dp=3,exchange=server,servers=2", out=tmp_path / "next", resume=tmp_path)
     found, _ = trained(the_job, "dp=2", resume=tmp_path / "next")
