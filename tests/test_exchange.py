@@ -14,7 +14,7 @@ from tests.exchange_world import KINDS, assert_same, backward, data, one_device,
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 10**9])
 def test_gradients_are_those_of_one_device(kind: str, size: int, bucket_bytes: int) -> None:
     chunks = data(*range(3, 3 + 2 * size))

@@ -49,7 +49,12 @@ PLANS = [Plan(dp=2, microbatches=2, bucket_bytes=300), Plan(dp=3, zero=1, bucket
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer"), [("mlp", "sgd"), ("cnn", "adamw"), ("gpt", "muon"), ("unused_twice", "adamw"), ("branch", "adafactor")]
+    ("model", "optimizer"),
+    [
+        ("mlp", "sgd"),
+        ("gpt", "muon"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("cnn", "adamw"), ("unused_twice", "adamw"), ("branch", "adafactor"))),
+    ],
 )
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_one_copy_equals_one_device(model: str, optimizer: str, plan: Plan) -> None:

@@ -256,7 +256,7 @@ def test_nothing_that_is_written_overlaps_or_leaves_the_picture(name: str):
             assert box.y1 <= next_.y0 or next_.y1 <= box.y0 or next_.x0 >= box.x1, f"{one} and {other} overlap"
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.long), "zb-h1", pytest.param("interleaved", marks=pytest.mark.long)])
 def test_labels_lie_in_their_boxes(name: str):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.patches import Rectangle

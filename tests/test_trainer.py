@@ -54,6 +54,7 @@ def test_keyed_draws_are_the_same_under_every_plan_too() -> None:
     assert keyed != losses(job, "dp=4")
 
 
+@pytest.mark.long
 def test_a_run_in_another_precision_draws_the_same_under_every_plan() -> None:
     """What a loss draws without naming a dtype was float32 under dp and float64 under pp and tp, which are other numbers altogether."""
 
@@ -190,7 +191,7 @@ def test_evaluation_does_not_change_training() -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=3", "dp=2,microbatches=3,zero=1", "dp=4,sync_batch_norm=true", "dp=2,bucket_bytes=100"])
-@pytest.mark.parametrize("model", ["cnn", "gpt", "branch"])
+@pytest.mark.parametrize("model", ["cnn", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt", "branch"))])
 def test_predicted_bytes_are_the_counted_ones(plan: str, model: str) -> None:
     job = make_job(model, "muon", steps=3, clip_grad_norm=1.0, drop_last=True)
     with Trainer(replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=2)), plan, devices="simulated") as trainer:
@@ -324,7 +325,7 @@ def test_a_loss_that_mixes_means_and_sums_is_refused() -> None:
         losses(replace(make_job("mlp", "sgd"), loss=mixed), "dp=5")
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,zero=1", "tp=2", "dp=2,exchange=async,servers=2"])
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,zero=1", pytest.param("tp=2", marks=pytest.mark.long), "dp=2,exchange=async,servers=2"])
 def test_a_scheduler_that_looks_at_the_loss_is_announced_under_every_plan(plan: str):
     """It was stepped in every step with the training loss, while people expect it to follow epochs or an evaluation; nothing said so."""
     the_job = make_job("mlp", "sgd", steps=2, scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=3))

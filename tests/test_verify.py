@@ -59,7 +59,7 @@ def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, d
     assert not in_float32.causes and in_float32.first_wrong is None
 
 
-@pytest.mark.parametrize("model", ["cnn", "gpt"])
+@pytest.mark.parametrize("model", ["cnn", pytest.param("gpt", marks=pytest.mark.long)])
 @pytest.mark.parametrize("plan", ["dp=2,microbatches=2", "dp=3,zero=1", "dp=4"])
 def test_synchronised_statistics_equal_one_device(model, plan):
     report = run(make_job(model, "sgd", drop_last=True), f"{plan},sync_batch_norm=true", torch.float64)

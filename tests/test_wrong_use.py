@@ -135,7 +135,7 @@ def test_who_means_it_gets_more_ranks() -> None:
         ("dp=16", "leaves 4 of dp=16 replicas without any"),
         ("dp=5,microbatches=2", ""),
         ("dp=2,microbatches=7", "fills 12 of 14 chunks"),
-        ("tp=31", "tp=31 divides no parameter of the model"),
+        pytest.param("tp=31", "tp=31 divides no parameter of the model", marks=pytest.mark.long),
         ("pp=6", "leaves 4 ranks along pp (2, 3, 4, 5) without any parameters"),
     ],
 )
