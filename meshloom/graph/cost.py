@@ -25,7 +25,7 @@ from meshloom.graph.cost_fake import device_asked, fake_buffers, fake_inputs, fa
 from meshloom.graph.cost_rules import bytes_read_and_written, flops
 from meshloom.graph.nodes import Variable
 from meshloom.graph.program import Program
-from meshloom.graph.sparse_constants import storage_of
+from meshloom.graph.sparse_constants import memory_of, storage_of
 
 _torch: Any = torch  # for what torch keeps to itself
 
@@ -163,7 +163,7 @@ def _costs(program: Program) -> dict[str, Cost]:
     values: dict[str, Any] = dict(leaves(program, fake_parameters(program), fake_buffers(program), fake_inputs(program)))
     owners: dict[int, str] = {}  # memory -> its name
     for name, tensor in values.items():
-        owners.setdefault(_memory(tensor), name)
+        owners.setdefault(memory_of(tensor), name)
     firsts = [_next_number()]  # the first sequence number of each node's autograd nodes
     saved: list[weakref.ref[_Saved]] = []
 
@@ -176,7 +176,7 @@ def _costs(program: Program) -> dict[str, Cost]:
         for node in run_nodes(program, values, keep=True):
             firsts.append(_next_number())
             for number, tensor in enumerate(tensors_in(values[node.name])):
-                owners.setdefault(_memory(tensor), f"{node.name}:{number}" if number else node.name)
+                owners.setdefault(memory_of(tensor), f"{node.name}:{number}" if number else node.name)
             tensor = None
         loss = loss_of(program, values)
     values.clear()  # what autograd saved for values that the loss does not need goes with them
@@ -247,14 +247,10 @@ def _kept(program: Program, saved: Iterable[_Saved], owners: dict[int, str]) -> 
     kept: dict[int, dict[str, int]] = defaultdict(dict)
     inside: dict[int, int] = defaultdict(int)
     for each in saved:
-        memory = _memory(each.tensor)
+        memory = memory_of(each.tensor)
         if memory not in owners:
             node = program.nodes[each.index]
             inside[each.index] += 1
             owners[memory] = f"{node.name}:{max(len(node.outputs), 1) - 1 + inside[each.index]}"
         kept[each.index][owners[memory]] = storage_of(each.tensor).nbytes()
     return kept
-
-
-def _memory(tensor: Tensor) -> int:
-    return storage_of(tensor)._cdata

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 
-from meshloom.graph.sparse_constants import dense_parts, storage_of
+from meshloom.graph.sparse_constants import dense_parts, memory_of
 
 aten = torch.ops.aten
 _flop_counter: Any = flop_counter  # its formulas by operator have no types
@@ -36,8 +36,8 @@ def bytes_read_and_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, 
     if name in _ALLOCATE or not outputs:
         return 0, 0
     operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    held = {_memory(each) for each in operands}
-    written = sum(_num_bytes(each) for each in outputs if _memory(each) not in held)
+    held = {memory_of(each) for each in operands}
+    written = sum(_num_bytes(each) for each in outputs if memory_of(each) not in held)
     if func._schema.is_mutable:
         updated = [leaf for argument, given in _given(func, args, kwargs) if _is_written(argument) for leaf in tree_leaves(given)]
         written += sum(_num_bytes(each) for each in updated if isinstance(each, Tensor))
@@ -58,10 +58,6 @@ def _num_bytes(tensor: Tensor) -> int:
             count *= int(size) if stride or not size else 1
         total += count * part.element_size()
     return total
-
-
-def _memory(tensor: Tensor) -> int:
-    return storage_of(tensor)._cdata
 
 
 def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:

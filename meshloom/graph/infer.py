@@ -16,7 +16,7 @@ from meshloom.graph.draws import CountDraws
 from meshloom.graph.export import context_of, describe_place
 from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.on_cpu import AsOnCPU, fake_mode
-from meshloom.graph.sparse_constants import empty_like, is_sparse, storage_of, strides_of
+from meshloom.graph.sparse_constants import empty_like, is_sparse, memory_of, offset_of, strides_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,8 @@ def shape_of(tensor: Tensor) -> Shape:
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         stride=strides_of(tensor),
-        offset=0 if is_sparse(tensor) else int(tensor.storage_offset()),
-        storage=storage_of(tensor)._cdata,
+        offset=offset_of(tensor),
+        storage=memory_of(tensor),
         requires_grad=tensor.requires_grad,
         device=tensor.device,
         sparse=tensor if is_sparse(tensor) else None,

@@ -20,7 +20,7 @@ from meshloom.graph.gathered import GatheredLayers
 from meshloom.graph.nodes import Node
 from meshloom.graph.payload import elements_of_change
 from meshloom.graph.segments import Segment
-from meshloom.graph.sparse_constants import is_sparse, storage_of, strides_of
+from meshloom.graph.sparse_constants import memory_of, offset_of, strides_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +155,13 @@ def saves_of(segment: Segment, values: Mapping[str, Any], saved: Iterable[tuple[
     exact: dict[Any, Source] = {}
     for name, value in values.items():
         for source, tensor in _tensors(name, value):
-            owners.setdefault(_memory(tensor), source)
+            owners.setdefault(memory_of(tensor), source)
             exact.setdefault(_place(tensor), source)
-    borders = {owners[_memory(tensor)].value for name in segment.results for _, tensor in _tensors(name, values[name])}
+    borders = {owners[memory_of(tensor)].value for name in segment.results for _, tensor in _tensors(name, values[name])}
     saves: list[Save] = []
     inside: dict[int, tuple[int, Any]] = {}  # memory -> number of its first save, and where that lies
     for number, (node, tensor) in enumerate(saved):
-        memory, place = _memory(tensor), _place(tensor)
+        memory, place = memory_of(tensor), _place(tensor)
         owner = owners.get(memory)
         if owner is None:
             like, first = inside.setdefault(memory, (number, place))
@@ -190,15 +190,11 @@ def _of(values: Mapping[str, Any], source: Source) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(tensor.shape), strides_of(tensor), 0 if is_sparse(tensor) else int(tensor.storage_offset())
+    return tuple(tensor.shape), strides_of(tensor), offset_of(tensor)
 
 
 def _place(tensor: Tensor) -> Any:
-    return _memory(tensor), _layout(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def _memory(tensor: Tensor) -> int:
-    return storage_of(tensor)._cdata
+    return memory_of(tensor), _layout(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _with_gaps_between_draws(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -37,9 +37,19 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
     return contiguous_strides(tuple(tensor.shape)) if is_sparse(tensor) else tuple(tensor.stride())
 
 
+def offset_of(tensor: Tensor) -> int:
+    """Elements before its first one in its memory; none for a sparse tensor."""
+    return 0 if is_sparse(tensor) else int(tensor.storage_offset())
+
+
 def storage_of(tensor: Tensor) -> Any:
     """The memory of its values."""
     return dense_parts(tensor)[-1].untyped_storage()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number for that memory: tensors that share it have the same, also those without values."""
+    return storage_of(tensor)._cdata
 
 
 def empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:

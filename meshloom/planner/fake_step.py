@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.graph.cost_fake import device_asked, fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, loss_of, run_nodes, tensors_in
 from meshloom.graph.program import Program
-from meshloom.graph.sparse_constants import storage_of
+from meshloom.graph.sparse_constants import memory_of, storage_of
 from meshloom.job import NamedParameters
 
 
@@ -138,7 +138,7 @@ class _Life(TorchDispatchMode):
         """They are there all the time."""
         self._ignored.extend(tensors)
         for tensor in tensors:
-            piece = self._pieces.get(memory := _memory(tensor))
+            piece = self._pieces.get(memory := memory_of(tensor))
             if piece is not None:
                 self._alive.pop(piece, None)
                 self._references.pop(memory)
@@ -151,13 +151,13 @@ class _Life(TorchDispatchMode):
 
     def keep(self, *, of: Sequence[Tensor]) -> int:
         """What is alive now is kept for the backward, except gradients of parameters; its bytes."""
-        gradients = {self._pieces.get(_memory(each.grad)) for each in of if each.grad is not None}
+        gradients = {self._pieces.get(memory_of(each.grad)) for each in of if each.grad is not None}
         self._kept = {each for each in self._alive if each not in gradients}
         return sum(self._sizes[each] for each in self._kept)
 
     def worst(self, phase: str, gradients: Sequence[Tensor]) -> tuple[int, int]:
         """Most bytes alive at one time in the phase, and how many of them then are neither kept nor `gradients`."""
-        known = self._kept | {piece for each in gradients if (piece := self._pieces.get(_memory(each))) is not None}
+        known = self._kept | {piece for each in gradients if (piece := self._pieces.get(memory_of(each))) is not None}
         before, log = self._logs[phase]
         total = sum(self._sizes[each] for each in before)
         other = sum(self._sizes[each] for each in before if each not in known)
@@ -179,7 +179,7 @@ class _Life(TorchDispatchMode):
         return value
 
     def _see(self, tensor: Tensor) -> None:
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         if memory in self._pieces:
             return
         storage = storage_of(tensor)
@@ -200,8 +200,4 @@ class _Life(TorchDispatchMode):
 
 def _bytes_of(tensors: Any) -> int:
     """Of their distinct memories."""
-    return sum({_memory(each): storage_of(each).nbytes() for each in tensors}.values())
-
-
-def _memory(tensor: Tensor) -> int:
-    return storage_of(tensor)._cdata
+    return sum({memory_of(each): storage_of(each).nbytes() for each in tensors}.values())
