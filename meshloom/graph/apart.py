@@ -11,7 +11,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+
+from torch.utils._pytree import tree_map_only
 
 from meshloom.graph.collectives import Transition
 from meshloom.graph.gathered import GatheredLayers
@@ -73,14 +74,11 @@ def changes_apart(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, 
             nodes += copies
             continue
         renamed = {ref.name: Ref(f"{ref.name}_{stage_of[node.name]}") for ref in node.operands() if ref.name in several}
-        nodes.append(replace(node, args=_with(node.args, renamed), kwargs=_with(dict(node.kwargs), renamed)) if renamed else node)
+        nodes.append(_renamed(node, renamed) if renamed else node)
     return replace(part, nodes=tuple(nodes), _runners={}), found
 
 
-def _with(value: Any, renamed: Mapping[str, Ref]) -> Any:
-    """Nested arguments with other references."""
-    if isinstance(value, Ref):
-        return renamed.get(value.name, value)
-    if isinstance(value, tuple | list):
-        return type(value)(_with(each, renamed) for each in value)
-    return {key: _with(each, renamed) for key, each in value.items()} if isinstance(value, dict) else value
+def _renamed(node: Node, renamed: Mapping[str, Ref]) -> Node:
+    """The node with other references."""
+    args, kwargs = tree_map_only(Ref, lambda ref: renamed.get(ref.name, ref), (node.args, dict(node.kwargs)))
+    return replace(node, args=args, kwargs=kwargs)
