@@ -45,7 +45,7 @@ def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> 
     if each.name in leaves.tensors:
         return leaves.tensors[each.name]
     own = each.meta.dtype
-    return torch.tensor(leaves.values[each.name], dtype=dtype if dtype and own.is_floating_point else own, device=_device(leaves))
+    return torch.tensor(leaves.values[each.name], dtype=dtype if dtype and own.is_floating_point else own, device=leaves.device)
 
 
 def read_values(leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, numbers: bool = True) -> tuple[T, Others]:
@@ -237,7 +237,7 @@ def _view(leaves: Leaves, values: Mapping[str, Any], fixed: set[str], touched: d
         )
     kinds = {name: torch.get_default_dtype() if _kind(value) == "a float" else torch.int64 for name, value in values.items() if _kind(value)}
     numbers = {
-        name: torch.tensor(leaves.values[name] if _kind(leaves.values[name]) else values[name], dtype=dtype, device=_device(leaves))
+        name: torch.tensor(leaves.values[name] if _kind(leaves.values[name]) else values[name], dtype=dtype, device=leaves.device)
         for name, dtype in kinds.items()
         if name not in fixed
     }
@@ -249,10 +249,6 @@ def _view(leaves: Leaves, values: Mapping[str, Any], fixed: set[str], touched: d
         return leaves.rebuild(given[:count], {**kept, **dict(zip(numbers, given[count:], strict=True)), **(others or {})})
 
     return Leaves({**leaves.tensors, **numbers}, rebuild)
-
-
-def _device(leaves: Leaves) -> torch.device | None:
-    return next((each.device for each in leaves.tensors.values()), None)
 
 
 def _moved(number: Any) -> Any:

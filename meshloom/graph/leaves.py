@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -24,6 +25,11 @@ class Leaves:
     tensors: dict[str, Tensor]
     rebuild: Callable[..., Any]
     values: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its first tensor lies."""
+        return next((each.device for each in self.tensors.values()), None)
 
 
 def leaves_of(batch: Any) -> Leaves:

@@ -32,9 +32,8 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: 
     for tensor in (*model.parameters(), *model.buffers()):
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-    for tensor in leaves_of(beside).tensors.values():
-        model = model.to(tensor.device)
-        break
+    if (device := leaves_of(beside).device) is not None:
+        model = model.to(device)
     return as_trained(model) if training else model.eval()
 
 
