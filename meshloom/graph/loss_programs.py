@@ -41,9 +41,8 @@ class LossPrograms:
         self._dtype = dtype
         self._default = torch.get_default_dtype()
         self._own_dtypes: dict[str, torch.dtype] = {}  # of a batch's tensors in the job's own precision, on the rank that reads
-        self._own: dict[tuple[LossFunction, bool, Shapes], Program] = {}
         self._readers: dict[LossFunction, Programs] = {}
-        self._known: dict[tuple[LossFunction, bool, Shapes], tuple[Program, Program]] = {}  # the whole, this rank's part
+        self._known: dict[tuple[LossFunction, bool, Shapes], tuple[Program, Program, Program]] = {}  # the whole, this rank's part, the priced one
         self._others: dict[tuple[LossFunction, bool, Shapes], list[Mapping[str, str | None]]] = {}  # by the shapes of the tensors alone
 
     def open(self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None) -> Steps[Shapes]:
@@ -81,8 +80,7 @@ class LossPrograms:
 
     def priced(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
         """The whole program as it is in training, with the same nodes: by this one it is decided, on the rank that does."""
-        key = loss or self._job.loss, training, shapes
-        return self._own.get(key) or self._known[key][0]
+        return self._known[loss or self._job.loss, training, shapes][2]
 
     @property
     def pieces(self) -> Mapping[str, Pieces]:
@@ -105,9 +103,7 @@ class LossPrograms:
         part = (yield from self.division.part(program, group, own)) if self.division else program
         tensors: Shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs if each.name not in program.others)
         shapes = tensors + tuple(program.others.items())
-        self._known[loss, training, shapes] = program, part
-        if own is not None:
-            self._own[loss, training, shapes] = own
+        self._known[loss, training, shapes] = program, part, own or program
         known = self._others.setdefault((loss, training, tensors), [])
         if program.others not in known:
             known.append(program.others)
