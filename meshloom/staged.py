@@ -165,18 +165,12 @@ class Staged:
     def add_up(self, sums: Tensor) -> Steps[None]:
         """Make `sums`, which the last stage's rank knows and the others have as zeros, known to all ranks along pp."""
         if self.pp.size > 1:
-            work = self.pp.all_reduce(sums)
-            self.sent["pp"]["all_reduce"] += sums.nbytes
-            yield
-            work.wait()
+            yield from self._add_up("pp", self.pp, sums)
 
     def add_up_over_tp(self, sums: Tensor) -> Steps[None]:
         """Add up over the ranks along tp, each of which has its own."""
         if self.tp is not None:
-            work = self.tp.all_reduce(sums)
-            self.sent["tp"]["all_reduce"] += sums.nbytes
-            yield
-            work.wait()
+            yield from self._add_up("tp", self.tp, sums)
 
     def evaluate(self, batch: Any, metric: LossFunction, finish: Callable[[Any], None]) -> Steps[None]:
         """What `metric` returns for a batch in evaluation mode, to `finish` on the last stage."""
@@ -291,6 +285,12 @@ class Staged:
         for axis, kinds in sent.items():
             self.sent[axis].update(kinds)
 
+    def _add_up(self, axis: Axis, group: Group, sums: Tensor) -> Steps[None]:
+        work = group.all_reduce(sums)
+        self.sent[axis]["all_reduce"] += sums.nbytes
+        yield
+        work.wait()
+
     def _sum_over_tp(self) -> Steps[None]:
         """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
 
@@ -303,10 +303,7 @@ class Staged:
             mine = [(name, parameter.grad) for name, parameter in used if parameter.dtype == dtype and parameter.grad is not None]
             whole = [place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient for name, gradient in mine]
             flat = torch.cat([each.reshape(-1) for each in whole])
-            work = self.tp.all_reduce(flat)
-            self.sent["tp"]["all_reduce"] += flat.nbytes
-            yield
-            work.wait()
+            yield from self._add_up("tp", self.tp, flat)
             for (name, gradient), each, part in zip(mine, whole, flat.split([each.numel() for each in whole]), strict=True):
                 gradient.copy_(shards.take(name, part.view(each.shape)))
         for _, parameter in used:
