@@ -86,10 +86,10 @@ class Staged:
         """Read the loss, decide who holds what, and let go of the rest. All ranks call it; model: whole, and on rank 0 as it was built."""
         self.compiled = without_compilation(model)
         size = self.plan.largest_share(self.job.batch_size)[0]
-        batches = yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)
-        there = [to_device(each, self.seat.device, self.dtype) for each in batches or ()]
-        stages = yield from self.staging.open(there, self.seat.world, model, own=(batches or [None])[0])
-        yield from on_first(self.seat.world, lambda: check_following(self.staging.others, lambda: leaves_of((batches or [None])[-1])), CaptureError)
+        batches = (yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)) or []
+        there = [to_device(each, self.seat.device, self.dtype) for each in batches]
+        stages = yield from self.staging.open(there, self.seat.world, model, own=batches[0] if batches else None)
+        yield from on_first(self.seat.world, lambda: check_following(self.staging.others, leaves_of(batches[-1]).values), CaptureError)
         self.stages = tuple(stage for stage in stages if self.staging.ranks[stage.number] == self.pp.rank)
         self.homes = Homes(self.staging.holders, self.pp, self._team)
         self.homes.release(model)

@@ -128,7 +128,7 @@ def text_of(value: Any) -> str | None:
 
 def with_other_numbers(leaves: Leaves, others: Mapping[str, str | None], values: Mapping[str, Any], *, moved: bool) -> Any:
     """The batch with those of `values` that a program is for. moved: and with other numbers where it takes any."""
-    given = {name: values[name] for name, wanted in others.items() if wanted is not None and wanted not in _KINDS}
+    given = {name: values[name] for name in _fixed(others)}
     if moved:
         given |= {name: _moved(leaves.values[name]) for name, wanted in others.items() if wanted in _KINDS}
     return leaves.rebuild(list(leaves.tensors.values()), given)
@@ -139,11 +139,9 @@ def takes_numbers(others: Mapping[str, str | None]) -> bool:
     return any(wanted in _KINDS for wanted in others.values())
 
 
-def check_following(others: Mapping[str, str | None], read_following: Callable[[], Leaves]) -> None:
+def check_following(others: Mapping[str, str | None], following: Mapping[str, Any]) -> None:
     """Refuse a program for a list, an array or a fraction that is another one in the batch after the first: it would be so in every batch."""
-    fixed = {name: wanted for name, wanted in others.items() if wanted is not None and wanted not in _KINDS}
-    following = read_following().values if fixed else {}
-    for name, wanted in fixed.items():
+    for name, wanted in _fixed(others).items():
         value = following.get(name)
         few = value is None or isinstance(value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device | torch.Size)
         if not few and text_of(value) != wanted:
@@ -201,6 +199,11 @@ for _name in _SPECIAL.split():
 
 
 _KINDS = ("a float", "an int")
+
+
+def _fixed(others: Mapping[str, str | None]) -> dict[str, str]:
+    """The values that a program is for alone, and their texts."""
+    return {name: wanted for name, wanted in others.items() if wanted is not None and wanted not in _KINDS}
 
 
 def _kind(value: Any) -> str | None:

@@ -29,9 +29,7 @@ def unlifted(program: Program, job: Job, batch: Any, dtypes: Mapping[str, torch.
     """
     leaves = leaves_of(batch)
     ((usual, _),) = Counter(each for each in dtypes.values() if each.is_floating_point).most_common(1) or [(torch.get_default_dtype(), 0)]
-    own = leaves.rebuild(
-        [leaf.to(dtypes.get(name, usual)) if leaf.is_floating_point() else leaf for name, leaf in leaves.tensors.items()],
-    )
+    own = leaves.rebuild([leaf.to(dtypes.get(name, usual)) if leaf.is_floating_point() else leaf for name, leaf in leaves.tensors.items()])
     try:
         found = capture_shapes(job, own, training=program.training, device=program.device)
     except Exception:  # a constructor that needs values, or whatever else only values show: then it is read with them
