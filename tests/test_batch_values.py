@@ -155,6 +155,7 @@ def test_texts_are_equal_for_equal_values_and_only_for_them():
     texts = [text_of(value) for value in values]
     assert None not in texts and len(set(texts)) == len(texts)
     assert text_of([1, Opaque(2.0)]) is None and text_of({"a": {Opaque(1.0)}}) is None
+    assert text_of({None, 1}) == "{1, None}" and text_of({None, Opaque(1.0)}) is None  # None has a text, and hides no object without one
 
 
 def test_lists_without_tensors_are_one_value():

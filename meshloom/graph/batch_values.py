@@ -103,8 +103,7 @@ def text_of(value: Any) -> str | None:
     "{'a': [1, 2.5, 'b'], 'c': None}"
     """
     if value is None or (isinstance(value, bool | int | float | complex | str | bytes) and not isinstance(value, enum.Enum)):
-        text = repr(value)
-        return text if len(text) < 200 else f"{text[:40]}... {_hash(text.encode())}"
+        return _short(repr(value), 200)
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, torch.dtype | torch.device | torch.Size | range | slice | numpy.generic):
@@ -117,8 +116,8 @@ def text_of(value: Any) -> str | None:
         pairs = [(text_of(key), text_of(each)) for key, each in value.items()]
         return None if any(None in pair for pair in pairs) else _short("{" + ", ".join(f"{key}: {each}" for key, each in pairs) + "}")
     if isinstance(value, set | frozenset):
-        texts = sorted(map(str, map(text_of, value)))
-        return None if "None" in texts and None not in value else _short("{" + ", ".join(texts) + "}")
+        texts = [text_of(each) for each in value]
+        return None if None in texts else _short("{" + ", ".join(sorted(map(str, texts))) + "}")
     if isinstance(value, list | tuple):
         texts = [text_of(each) for each in value]
         left, right = "[]" if isinstance(value, list) else "()"
@@ -261,8 +260,8 @@ def _moved(number: Any) -> Any:
     return number - 1 if number > 0 else number + 1
 
 
-def _short(text: str) -> str:
-    return text if len(text) < 2000 else f"{text[:40]}... {_hash(text.encode())}"
+def _short(text: str, length: int = 2000) -> str:
+    return text if len(text) < length else f"{text[:40]}... {_hash(text.encode())}"
 
 
 def _hash(data: bytes) -> str:
