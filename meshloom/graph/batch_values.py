@@ -68,6 +68,10 @@ def read_values(leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, 
         except Exception as error:  # whatever a tensor in the place of a number leads to
             return None, error
 
+    def known(found: T | None) -> tuple[T, Others]:
+        assert found is not None
+        return found, {name: text_of(value) if name in fixed else _kind(value) for name, value in values.items()}
+
     while True:
         found, failed = attempt(fixed)
         if touched:
@@ -76,7 +80,7 @@ def read_values(leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, 
                 _check_stable(name, values[name])
             continue
         if failed is None:
-            break
+            return known(found)
         inputs = [name for name, value in values.items() if name not in fixed and _kind(value)]
         rest = [name for name in values if name not in fixed]
         if not rest:
@@ -85,15 +89,10 @@ def read_values(leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, 
             found, why = attempt({*fixed, name})
             if why is None and not touched:
                 fixed.add(name)
-                break
-        else:
-            for name in inputs or rest:
-                _check_stable(name, values[name])
-            fixed |= {*(inputs or rest)}
-            continue
-        break
-    assert found is not None
-    return found, {name: text_of(value) if name in fixed else _kind(value) for name, value in values.items()}
+                return known(found)
+        for name in inputs or rest:
+            _check_stable(name, values[name])
+        fixed |= {*(inputs or rest)}
 
 
 def text_of(value: Any) -> str | None:
