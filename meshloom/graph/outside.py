@@ -141,16 +141,14 @@ class Outside:
         for name in reads.names:
             if name in function.__globals__:
                 found = function.__globals__[name]
-                if "next" in reads.names and isinstance(found, Iterator):
-                    raise _refused_iterator(name, found)
+                _check_no_iterator(name, found, reads)
                 self._walk(found, f"{name} (a global of {code.co_filename})", partial(function.__globals__.get, name), reads, depth + 1)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             try:
                 found = cell.cell_contents
             except ValueError:  # empty
                 continue
-            if "next" in reads.names and isinstance(found, Iterator):
-                raise _refused_iterator(name, found)
+            _check_no_iterator(name, found, reads)
             if name in reads.cells:
                 self._walk(found, name, partial(getattr, cell, "cell_contents"), reads, depth + 1)
         for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -246,11 +244,12 @@ def _reads(code: CodeType) -> _Reads:
     return _Reads(tuple(names), tuple(cells), tuple(attributes), frozenset(constants), frozenset(stored))
 
 
-def _refused_iterator(name: str, found: Any) -> CaptureError:
-    return CaptureError(
-        f"The loss takes what comes next from {name}, a {type(found).__name__}; a program would keep what it took when it was read. "
-        f"Put it into the batch (in collate). {WAY_OUT}"
-    )
+def _check_no_iterator(name: str, found: Any, reads: _Reads) -> None:
+    if "next" in reads.names and isinstance(found, Iterator):
+        raise CaptureError(
+            f"The loss takes what comes next from {name}, a {type(found).__name__}; a program would keep what it took when it was read. "
+            f"Put it into the batch (in collate). {WAY_OUT}"
+        )
 
 
 def _is_plain(value: Any) -> bool:
