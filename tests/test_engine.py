@@ -176,12 +176,16 @@ def test_many_calls_touch_nothing_outside(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("hole", HOLES)
 def test_a_planted_hole_is_found(hole: str, tmp_path: Path) -> None:
     right, wrong = HOLES[hole]
     assert times_in_engine(right) == 1
     program = build(tmp_path, right, wrong, program=HOSTILE, sanitizers=ADDRESSES)
-    done = subprocess.run([program, "20000", "1"], capture_output=True, text=True, timeout=250)
+    for seed in range(1, 7):  # a thread that spoils meanwhile may come too late in thousands of trials where cores are busy
+        done = subprocess.run([program, "20000", str(seed)], capture_output=True, text=True, timeout=250)
+        if done.returncode:
+            break
     assert done.returncode
     assert "AddressSanitizer" in done.stderr or "runtime error" in done.stderr
 

@@ -22,6 +22,7 @@ from meshloom.graph.lines import describe_line, line_of_error
 from meshloom.graph.outside import Outside
 from meshloom.graph.precision import default_precision
 from meshloom.graph.program import Program
+from meshloom.graph.resized import resized
 from meshloom.graph.transfer import pack, unpack
 from meshloom.job import Job
 
@@ -49,7 +50,8 @@ class Programs:
         """The program for batches like these, which are alike: read from the first two, compared with eager on the last two.
 
         With four batches the comparison is on ones that the program was not read from.
-        model: the job's, as it was built, in this precision and mode, if one is there already; it stays as it is. Else one is built, and let go.
+        model: the job's, as it was built, in this precision and mode, if one is there already; it stays as it is. Else one is built, and let go, but for
+        batches of other sizes than those of a program that was compared: their program is read by shapes where it is that one but for sizes.
         """
         if len(batches) < 2:
             raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
@@ -64,6 +66,11 @@ class Programs:
 
     def _read(self, batches: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
+        compared = next((each for (mode, _), programs in self._known.items() if mode == training for each in programs), None)
+        if compared is not None and model is None:
+            program = resized(compared, self._job, read, lambda model, batches: self._capture(batches, training, model, numbers=True))
+            if program is not None:
+                return program
         program = self._capture(read, training, model, numbers=True)
         outside = Outside(self._job.loss)  # what the first readings set up is no harm
         program = self._compared(program, read, fresh, training, model)

@@ -54,15 +54,36 @@ def capture_shapes(
     leaves = leaves_of(batch)
     check_tensors(leaves)
     where = torch.device(device)
-    with reading(dtype), _OnCPU(), _autocast_of(where):
-        mode = fake_mode(static_shapes=True, allow_non_fake_inputs=True)
-        model = _build(job, mode, small, training=training)
-        _convert(model, mode, dtype)
-        shapes = Leaves({name: _fake(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
+    with reading(dtype), on_cpu(where):
+        model, mode = model_by_shapes(job, dtype, training=training, small=small)
+        shapes = Leaves({name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
         exported = read_once(model, job.loss, shapes)
         program = build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
     constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
-    return replace(program, constants=constants, nodes=tuple(_moved(node, where) for node in program.nodes), device=where, by_shapes=True)
+    return replace(moved_to(program, where), constants=constants, by_shapes=True)
+
+
+def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool, small: int = SMALL) -> tuple[nn.Module, FakeTensorMode]:
+    """The job's model with parameters and buffers that have everything but values, on the CPU; and the mode that batches for it are made in.
+
+    dtype, small: as in `capture_shapes`.
+    """
+    mode = fake_mode(static_shapes=True, allow_non_fake_inputs=True)
+    model = _build(job, mode, small, training=training)
+    _convert(model, mode, dtype)
+    return model, mode
+
+
+@contextmanager
+def on_cpu(device: torch.device) -> Iterator[None]:
+    """Around what builds and reads a model by shapes: whatever lies on `device` lies on the CPU."""
+    with _OnCPU(), _autocast_of(device):
+        yield
+
+
+def moved_to(program: Program, device: torch.device) -> Program:
+    """A program that was read on the CPU, as one of `device`."""
+    return replace(program, nodes=tuple(_moved(node, device) for node in program.nodes), device=device, _runners={})
 
 
 def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.Module:
@@ -128,11 +149,12 @@ def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 if tensor not in made:
-                    made[tensor] = _fake(tensor, mode, dtype)
+                    made[tensor] = fake_of(tensor, mode, dtype)
                 setattr(module, name, made[tensor])  # not straight into the dict: recurrent layers keep a list of their weights
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
+def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor as this one without values, on the CPU. dtype: of a floating-point one; default: its own."""
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if wanted == tensor.dtype and tensor.device.type == "cpu":
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
