@@ -53,8 +53,7 @@ class Programs:
         model: the job's, as it was built, in this precision and mode, if one is there already; it stays as it is. Else one is built, and let go, but for
         batches of other sizes than those of a program that was compared: their program is read by shapes where it is that one but for sizes.
         """
-        if len(batches) < 2:
-            raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
+        _check_two(batches)
         program = self.get(batches[0], training=training)
         if program is None:
             known = self._known.setdefault(_key(batches[0], training), [])
@@ -156,8 +155,7 @@ class Programs:
 
     def _asked(self, batches: Sequence[Any], training: bool) -> str:
         """What rank 0 wants, for the others: the key, and which of its programs if there is one already."""
-        if len(batches) < 2:
-            raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
+        _check_two(batches)
         program = self.get(batches[0], training=training)
         return json.dumps([_key(batches[0], training), program.digest() if program else ""])
 
@@ -181,6 +179,11 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
         refused = CaptureError(f"Reading the loss failed at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first}")
         refused.__cause__ = error
         return None, refused
+
+
+def _check_two(batches: Sequence[Any]) -> None:
+    if len(batches) < 2:
+        raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
 
 
 def _check_number(known: Sequence[Mapping[str, str | None]], batch: Any) -> None:
