@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from meshloom.cli import main
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
@@ -33,9 +35,13 @@ def records(text: str) -> dict[str, list[dict[str, object]]]:
 
 @alone
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_trains_on_simulated_devices(example: Path, tmp_path: Path):
-    done = run("-m", "meshloom", "train", str(example), "--plan", "dp=2", "--devices", "simulated", "--steps", "1", "--json", "-", cwd=tmp_path)
-    assert len(records(done.stdout)["step"]) == 1
+def test_every_example_trains_on_simulated_devices(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(example), "--plan", "dp=2", "--devices", "simulated", "--steps", "1", "--json", "-"]) == 0
+    assert len(records(capsys.readouterr().out)["step"]) == 1
 
 
 @together
