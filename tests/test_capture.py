@@ -40,8 +40,14 @@ def batches_of(model: Model, count: int = 4) -> list[Any]:
     return [model[2](generator) for _ in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}", marks=pytest.mark.slow if lifted and name in TRANSFORMERS else ())
+        for name in ALL
+        for lifted, dtype in enumerate((torch.float32, torch.float64))
+    ],
+)
 def test_program_equals_eager(name: str, dtype: torch.dtype):
     job, batches = job_of(ALL[name]), batches_of(ALL[name])
     program = capture(job, (batches[0], batches[1]), dtype=dtype)

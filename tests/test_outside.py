@@ -104,7 +104,10 @@ def test_the_refusal_names_what_it_is():
             pass
 
 
-@pytest.mark.parametrize("name", [*EQUAL, *REFUSED])
+USUAL = ("float", "int that says how often", "text", "words")  # the others are in test_batch_values.py under tp=2, or refused there under pp=2
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in (*EQUAL, *REFUSED)])
 def test_a_batch_of_more_than_tensors_is_equal_or_refused(name: str):
     extra, loss = (EQUAL.get(name) or REFUSED[name])[:2]
     try:

@@ -204,10 +204,10 @@ def test_cuts_by_name_are_where_they_are_asked_for():
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
-        pytest.param("t5", "pp=2,microbatches=2", marks=pytest.mark.slow),  # tests/test_grid_families.py has it under pp=2
+        pytest.param("t5", "pp=2,microbatches=2", marks=pytest.mark.slow),  # tests/test_grid_families.py has all but mixtral
         pytest.param("resnet", "dp=2,pp=2,tp=2", marks=pytest.mark.slow),
         ("mixtral", "pp=2,microbatches=2,schedule=zb-h1"),
-        ("llama", "dp=2,pp=2,tp=2,microbatches=2"),
+        pytest.param("llama", "dp=2,pp=2,tp=2,microbatches=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_family_equals_one_device(family: str, plan: str):

@@ -133,14 +133,22 @@ def takes_the_last_of_a_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrence._Search, "find", lambda self: recurrence.Written())
 
 
-@pytest.mark.parametrize("plan", ["dp=2,microbatches=2", pytest.param("pp=2,microbatches=4,schedule=zb-h1", marks=pytest.mark.long)])
+PLANTED: list[tuple[Any, str]] = [
+    (reads_what_the_chunk_before_wrote, "annealed"),
+    (loses_the_keys_of_an_advance, "moco"),
+    (merges_in_another_order, "dino"),
+    (takes_the_last_of_a_recurrence, "dino"),
+]
+
+
 @pytest.mark.parametrize(
-    ("plant", "case"),
+    ("plant", "case", "plan"),
     [
-        (reads_what_the_chunk_before_wrote, "annealed"),
-        (loses_the_keys_of_an_advance, "moco"),
-        (merges_in_another_order, "dino"),
-        (takes_the_last_of_a_recurrence, "dino"),
+        *((*planted, "dp=2,microbatches=2") for planted in PLANTED),
+        *(
+            pytest.param(*planted, "pp=2,microbatches=4,schedule=zb-h1", marks=pytest.mark.slow if number else pytest.mark.long)
+            for number, planted in enumerate(PLANTED)
+        ),
     ],
 )
 def test_a_planted_bug_is_found(plant: Any, case: str, plan: str, monkeypatch: pytest.MonkeyPatch):
