@@ -32,6 +32,7 @@ from meshloom.graph.linears import GatheredLinears
 from meshloom.graph.partition import partition
 from meshloom.graph.pieces import place, take
 from meshloom.graph.placement import INVARIANT
+from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.traffic import sent_at_the_end, sent_in_chunk
@@ -176,16 +177,22 @@ class Counted:
         return +Counter({**self.backward, "all_gather": self.backward.get("all_gather", 0) - self.regathered})
 
 
-def divide(build: Build, loss: Loss, batch: Any, num_ranks: int = 4, *, rates: Rates = TALKING_COSTS, **pins: str) -> Counted:
+def read(build: Build, loss: Loss, batch: Any) -> Program:
+    job = Job(model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=lambda: [0], batch_size=1, steps=1)
+    return capture(job, (batch, {name: each.flip(0) for name, each in batch.items()}), dtype=torch.float64)
+
+
+def divide(
+    build: Build, loss: Loss, batch: Any, num_ranks: int = 4, *, program: Program | None = None, rates: Rates = TALKING_COSTS, **pins: str
+) -> Counted:
     """Divide, run forward and backward on all ranks, compare outputs and gradients with the module's own, and count.
 
-    pins: module -> how its parameters are divided, dots of its name written as two underscores.
+    program: the loss, where it was read already. pins: module -> how its parameters are divided, dots of its name written as two underscores.
     """
-    job = Job(model=build, loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=lambda: [0], batch_size=1, steps=1)
     model = build().double()
     outputs = loss(model, batch)
     (outputs[0] if isinstance(outputs, tuple) else outputs).backward()
-    program = capture(job, (batch, {name: each.flip(0) for name, each in batch.items()}), dtype=torch.float64)
+    program = program or read(build, loss, batch)
     placements = {name.replace("__", "."): how for name, how in pins.items()}
     part = partition(choose(layout_of(program, BUILT_IN), num_ranks, rates, placements=placements))
     turns = Turns()
@@ -389,12 +396,13 @@ def test_loss_parallel(shape: tuple[int, ...], num_ranks: int, reduction: str, w
         found = F.cross_entropy(model.logits, batch["target"], model.weight, reduction=reduction, label_smoothing=smoothing)
         return (found.sum(), found) if reduction == "none" else found
 
+    program = read(build, loss, batch)
     for dim in range(len(shape)):
         if dim != 1 and reduction != "none":
             with pytest.raises(PlanError, match=f"cross_entropy_loss at .* needs all dimension {dim} of logits"):
-                divide(build, loss, batch, num_ranks, rates=VOLUME_COSTS, logits=f"dim{dim}")
+                divide(build, loss, batch, num_ranks, program=program, rates=VOLUME_COSTS, logits=f"dim{dim}")
             continue
-        found = divide(build, loss, batch, num_ranks, rates=VOLUME_COSTS, logits=f"dim{dim}")
+        found = divide(build, loss, batch, num_ranks, program=program, rates=VOLUME_COSTS, logits=f"dim{dim}")
         if dim == 1 and reduction != "none":
             assert found.forward == {"all_reduce": 2} and found.backward == {}  # PyTorch: 3
 
