@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from meshloom.launch.failure import report_failure
-from tests.killing import assert_nothing_left, command, ranks, running, told
+from tests.killing import assert_nothing_left, command, let_run, ranks, running, told
 
 
 def test_what_torch_says_of_a_killed_data_worker_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +40,7 @@ def test_a_killed_data_worker_ends_the_run_with_one_sentence(attempt: int, tmp_p
             while len(there := _data_workers(launcher)) < 4:
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.05)
-            time.sleep(attempt * 0.7)
+            let_run(process, attempt * 0.7)
             there[attempt].kill()
             errors, _ = told(process)
         assert process.returncode == 1
