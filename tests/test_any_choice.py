@@ -70,6 +70,12 @@ def test_thousands_of_choices_equal_one_device(first: int, kept: Readings, monke
     outcomes(range(first, first + BLOCK), kept, monkeypatch)
 
 
+@pytest.mark.parametrize("seed", [125, 1451])
+def test_rows_that_data_sends_to_a_rank_cross_stages(seed: int, kept: Readings, monkeypatch: pytest.MonkeyPatch):
+    """How many tokens the experts of a rank get is known there alone: the stage after them waited for as many as they get on average."""
+    outcomes([seed], kept, monkeypatch)
+
+
 # What was found from outside, by name.
 
 WHISPER = {"flops_per_second": 2.2e9, "bytes_per_second": 4.4e9, "start_seconds": 2.3e-5, "latency_seconds": 7e-6, "link_bytes_per_second": 2.8e10}

@@ -2,8 +2,9 @@
 
     a change of a parameter's placement     the parameter is held in every stage that uses it, and its value is sent to none
     layers of one input, run together       those of each stage together, with their own parameters
+    which rows data sends to this rank      found in every stage that uses it
 
-Else parameters would lie in the first of those stages, whatever was asked for.
+Else parameters would lie in the first of those stages, whatever was asked for, and messages would have sizes that only their senders know.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from torch.utils._pytree import tree_map_only
 
 from meshloom.graph.collectives import Transition
 from meshloom.graph.gathered import GatheredLayers
-from meshloom.graph.nodes import Node, Ref, refs_in
+from meshloom.graph.nodes import Node, Ref, contiguous_strides, refs_in
+from meshloom.graph.partition import Routed
 from meshloom.graph.program import Program
+from meshloom.graph.rows import place_rows, rows_here, take_rows
+from meshloom.graph.stages import computed_of_the_batch
 
 
 def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:
@@ -53,28 +57,66 @@ def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:
     return replace(part, nodes=tuple(nodes), _runners={})
 
 
-def changes_apart(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, dict[str, int]]:
-    """The program with a change of a parameter's placement for every stage that uses it, and the stage of every node. stage_of: of all nodes."""
-    variables = {each.value for each in (*part.parameters.values(), *part.buffers.values())}
-    stages: dict[str, set[int]] = {}
+def rows_apart(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, Routed]) -> tuple[Program, dict[str, int]]:
+    """The program with rows that data sends to a rank put into their places before they cross, as no other stage knows how many they are.
+
+    stage_of: of all nodes. routed: values with such rows.
+    """
+    told = {node.name: node for node in part.nodes if node.target is rows_here}
+    free = computed_of_the_batch(part)  # which crosses nowhere
+    routed = {name: each for name, each in routed.items() if name not in free}
+    found = dict(stage_of)
+    later: dict[str, set[int]] = {}
     for node in part.nodes:
         for ref in node.operands():
-            stages.setdefault(ref.name, set()).add(stage_of[node.name])
-    several = {
-        node.name: stages[node.name]
-        for node in part.nodes
-        if isinstance(node.target, Transition) and next(node.operands()).name in variables and len(stages.get(node.name, ())) > 1
-    }
+            if ref.name in routed and stage_of[node.name] != stage_of.get(ref.name, stage_of[node.name]):
+                later.setdefault(ref.name, set()).add(stage_of[node.name])
+    nodes: list[Node] = []
+    for node in part.nodes:
+        renamed = {
+            ref.name: Ref(f"{ref.name}__in_{stage_of[node.name]}") for ref in node.operands() if stage_of[node.name] in later.get(ref.name, ())
+        }
+        nodes.append(_renamed(node, renamed) if renamed else node)
+        if node.name not in later:
+            continue
+        where, rows, (meta,) = routed[node.name], told[routed[node.name].rows], node.outputs
+        shape = (*meta.shape[: where.dim], where.size, *meta.shape[where.dim + 1 :])
+        placed = replace(meta, shape=shape, stride=contiguous_strides(shape))
+        made = replace(node, name=f"{node.name}__placed", target=place_rows, kwargs={}, draw=None, num_draws=0, outputs=(placed,))
+        nodes.append(replace(made, args=(Ref(node.name), Ref(rows.name), where.dim, where.size)))
+        found[made.name] = stage_of[node.name]
+        for stage in sorted(later[node.name]):
+            name = f"{node.name}__in_{stage}"
+            nodes.append(replace(made, name=name, target=take_rows, args=(Ref(made.name), Ref(rows.name), where.dim), outputs=(meta,)))
+            found[name] = stage
+    return replace(part, nodes=tuple(nodes), _runners={}), found
+
+
+def changes_apart(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, dict[str, int]]:
+    """The program with a change of a parameter's placement, and with the rows that data sends to a rank, for every stage that uses them.
+
+    And the stage of every node. stage_of: of all nodes.
+    """
+    variables = {each.value for each in (*part.parameters.values(), *part.buffers.values())}
+    several: dict[str, list[int]] = {}
+    stages: dict[str, set[int]] = {}
+    for node in reversed(part.nodes):
+        copied = node.target is rows_here or (isinstance(node.target, Transition) and next(node.operands()).name in variables)
+        used = stages.get(node.name) or {stage_of[node.name]}
+        if copied and (len(used) > 1 or node.target is rows_here):
+            several[node.name] = sorted(used)
+        for ref in node.operands():
+            stages.setdefault(ref.name, set()).update(used if node.name in several else {stage_of[node.name]})
     found = dict(stage_of)
     nodes: list[Node] = []
     for node in part.nodes:
-        if node.name in several:
-            copies = [replace(node, name=f"{node.name}_{stage}") for stage in sorted(several[node.name])]
-            found |= dict(zip((each.name for each in copies), sorted(several[node.name]), strict=True))
-            nodes += copies
-            continue
-        renamed = {ref.name: Ref(f"{ref.name}_{stage_of[node.name]}") for ref in node.operands() if ref.name in several}
-        nodes.append(_renamed(node, renamed) if renamed else node)
+        for stage in several.get(node.name, (stage_of[node.name],)):
+            renamed = {ref.name: Ref(f"{ref.name}_{stage}") for ref in node.operands() if ref.name in several}
+            own = _renamed(node, renamed) if renamed else node
+            if node.name in several:
+                own = replace(own, name=f"{node.name}_{stage}")
+                found[own.name] = stage
+            nodes.append(own)
     return replace(part, nodes=tuple(nodes), _runners={}), found
 
 

@@ -13,7 +13,7 @@ from meshloom.comm.values import collect, on_first, share
 from meshloom.errors import CaptureError, PlanError
 from meshloom.graph.choose import Choice, Rates, choice_in, choice_of_numbers, choose, numbers_of_choice, rates_for
 from meshloom.graph.layout import layout_of
-from meshloom.graph.partition import Partition, partition
+from meshloom.graph.partition import Partition, Routed, partition
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import rules_with
@@ -56,8 +56,10 @@ class Division:
         """Who holds what of every parameter and buffer."""
         return {**self.first.parameters, **self.first.buffers}
 
-    def part(self, program: Program, group: Group, priced: Program | None = None) -> Steps[Program]:
-        """This rank's part of `program`. All ranks of `group` call it, of which the first chooses: the world, or those of a replica.
+    def part(self, program: Program, group: Group, priced: Program | None = None) -> Steps[tuple[Program, Mapping[str, Routed]]]:
+        """This rank's part of `program`, and values in it whose rows data sends here.
+
+        All ranks of `group` call it, of which the first chooses: the world, or those of a replica.
 
         priced: for which it chooses, with the same nodes; default: `program`.
         """
@@ -93,4 +95,4 @@ class Division:
         if any(each != hashes[0] for each in hashes):
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or divided
-        return divided.programs[self._group.rank]
+        return divided.programs[self._group.rank], divided.routed

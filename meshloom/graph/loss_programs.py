@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from meshloom.errors import CaptureError
 from meshloom.graph.batch_values import fits
 from meshloom.graph.division import Division
 from meshloom.graph.leaves import Leaves, leaves_of
+from meshloom.graph.partition import Routed
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.precision import default_precision
 from meshloom.graph.program import Program
@@ -25,6 +26,16 @@ from meshloom.job import Job, LossFunction
 
 # Of a batch's tensors, by name; and what else it holds that programs are for, by name.
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype] | tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """What there is for batches of some shapes. part: this rank's; priced: the whole one by which it is decided; routed: values of the part."""
+
+    whole: Program
+    part: Program
+    priced: Program
+    routed: Mapping[str, Routed]
 
 
 class LossPrograms:
@@ -42,7 +53,7 @@ class LossPrograms:
         self._default = torch.get_default_dtype()
         self._own_dtypes: dict[str, torch.dtype] = {}  # of a batch's tensors in the job's own precision, on the rank that reads
         self._readers: dict[LossFunction, Programs] = {}
-        self._known: dict[tuple[LossFunction, bool, Shapes], tuple[Program, Program, Program]] = {}  # the whole, this rank's part, the priced one
+        self._known: dict[tuple[LossFunction, bool, Shapes], _Known] = {}
         self._others: dict[tuple[LossFunction, bool, Shapes], list[Mapping[str, str | None]]] = {}  # by the shapes of the tensors alone
 
     def open(self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None) -> Steps[Shapes]:
@@ -72,15 +83,19 @@ class LossPrograms:
 
     def whole(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
         """The program for batches of these shapes, which are ready."""
-        return self._known[loss or self._job.loss, training, shapes][0]
+        return self._known[loss or self._job.loss, training, shapes].whole
 
     def program(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
         """This rank's part of it."""
-        return self._known[loss or self._job.loss, training, shapes][1]
+        return self._known[loss or self._job.loss, training, shapes].part
 
     def priced(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
         """The whole program as it is in training, with the same nodes: by this one it is decided, on the rank that does."""
-        return self._known[loss or self._job.loss, training, shapes][2]
+        return self._known[loss or self._job.loss, training, shapes].priced
+
+    def routed(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Mapping[str, Routed]:
+        """Of its values those whose rows data sends to this rank: nobody else knows how many there are."""
+        return self._known[loss or self._job.loss, training, shapes].routed
 
     @property
     def pieces(self) -> Mapping[str, Pieces]:
@@ -100,10 +115,10 @@ class LossPrograms:
         own: Program | None = None
         if self._dtype is not None:
             own = yield from on_first(group, lambda: self._unlifted(program, replace(self._job, loss=loss), batches[0]), CaptureError)
-        part = (yield from self.division.part(program, group, own)) if self.division else program
+        part, routed = (yield from self.division.part(program, group, own)) if self.division else (program, {})
         tensors: Shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs if each.name not in program.others)
         shapes = tensors + tuple(program.others.items())
-        self._known[loss, training, shapes] = program, part, own or program
+        self._known[loss, training, shapes] = _Known(whole=program, part=part, priced=own or program, routed=routed)
         known = self._others.setdefault((loss, training, tensors), [])
         if program.others not in known:
             known.append(program.others)

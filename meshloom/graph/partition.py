@@ -26,6 +26,15 @@ from meshloom.graph.rules.factors import Sizes
 from meshloom.graph.sliced import PartOfDraw
 
 
+@dataclass(frozen=True)
+class Routed:
+    """Of a value whose rows are as many as data sends to the rank. rows: the value that says which; dim, size: of the rows of all ranks."""
+
+    rows: str
+    dim: int
+    size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """A divided program. program: rank -> what it computes; nodes and values have the same names on all. parameters, buffers: name -> who holds what."""
@@ -35,6 +44,7 @@ class Partition:
     parameters: Mapping[str, Pieces]
     buffers: Mapping[str, Pieces]
     summed: tuple[str, ...]  # parameters whose gradients are to be summed over the ranks, once a step
+    routed: Mapping[str, Routed]  # values whose shape on a rank is another one with other data
 
     @property
     def held(self) -> Held:
@@ -50,9 +60,11 @@ def partition(choice: Choice) -> Partition:
     program = choice.layout.program
     parameters = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.parameters.items()}
     buffers = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.buffers.items()}
+    builders = [_Builder(choice, rank) for rank in range(choice.num_ranks)]
     return Partition(
         choice=choice,
-        programs=tuple(_program(choice, rank, parameters, buffers) for rank in range(choice.num_ranks)),
+        programs=tuple(_program(builder, parameters, buffers) for builder in builders),
+        routed=builders[0].routed,
         parameters=parameters,
         buffers=buffers,
         summed=tuple(
@@ -62,9 +74,8 @@ def partition(choice: Choice) -> Partition:
     )  # fmt: skip
 
 
-def _program(choice: Choice, rank: int, parameters: Mapping[str, Pieces], buffers: Mapping[str, Pieces]) -> Program:
-    program = choice.layout.program
-    builder = _Builder(choice, rank)
+def _program(builder: _Builder, parameters: Mapping[str, Pieces], buffers: Mapping[str, Pieces]) -> Program:
+    program, rank = builder.choice.layout.program, builder.rank
     for node in program.nodes:
         builder.add(node)
     outputs = tuple(builder.read(each, INVARIANT) if isinstance(each, Ref) else each for each in program.outputs)
@@ -98,6 +109,7 @@ class _Builder:
         self.nodes: list[Node] = []
         self.changed: dict[tuple[str, Placement], str] = {}
         self.rows: dict[tuple[str, Placement], str] = {}  # value that says whose rows are, and a placement -> those that are this rank's
+        self.routed: dict[str, Routed] = {}
 
     def add(self, node: Node) -> None:
         """The rank's part of a node, after the changes that it needs."""
@@ -129,6 +141,13 @@ class _Builder:
         target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
         draws = 0 if isinstance(target, Joint) else node.num_draws  # what the ranks compute together keys its draws by itself
         self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs, num_draws=draws))
+        self._note_routed(node)
+
+    def _note_routed(self, node: Node) -> None:
+        axes = self.choice.layout.values[node.name]
+        placement = self.choice.placement(node.name)
+        if len(axes) == 1 and (found := route_of(axes[0], placement, self.choice.numbers)) is not None:
+            self.routed[node.name] = Routed(self._rows(placement, found, node).name, found[0], node.outputs[0].shape[found[0]])
 
     def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
         """The value placed so, changed if need be (once, however many nodes want it)."""
@@ -147,7 +166,9 @@ class _Builder:
         taken, placed = route_of(axes, target, choice.numbers), route_of(axes, source, choice.numbers)
         if taken is not None:
             args = self.read(ref, REPLICATED, node), self._rows(target, taken, node)
-            return self._made(ref, take_rows, (*args, taken[0]), _local(meta, after, self.rank), node)
+            name = self._made(ref, take_rows, (*args, taken[0]), _local(meta, after, self.rank), node)
+            self.routed[name] = Routed(args[1].name, taken[0], meta.shape[taken[0]])
+            return name
         if placed is not None and target == PARTIAL:
             args = ref, self._rows(source, placed, node)
             return self._made(ref, place_rows, (*args, placed[0], meta.shape[placed[0]]), meta, node)

@@ -17,7 +17,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import on_first, share
 from meshloom.errors import PlanError
-from meshloom.graph.apart import changes_apart, layers_apart
+from meshloom.graph.apart import changes_apart, layers_apart, rows_apart
 from meshloom.graph.collectives import Transition
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cut import CutChoice
@@ -26,6 +26,7 @@ from meshloom.graph.loss_programs import LossPrograms, Shapes
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here
 from meshloom.graph.recompute import kept_values
+from meshloom.graph.rows import place_rows, rows_here, take_rows
 from meshloom.graph.stages import Stage, cut_into_stages, users_of
 from meshloom.job import Job, LossFunction
 from meshloom.pipeline.cutting import choose_stages, schedule_of
@@ -119,7 +120,9 @@ class Staging:
             )
             part = replace(part, kept=frozenset((yield from share(group, decided))), _runners={})
         part = layers_apart(part, stage_of)
-        stages = cut_into_stages(*changes_apart(part, with_changes_placed(part, stage_of)), self._plan.num_stages)
+        routed = self.programs.routed(shapes, loss=loss, training=training)
+        placed = rows_apart(part, with_changes_placed(part, stage_of), routed)
+        stages = cut_into_stages(*changes_apart(*placed), self._plan.num_stages)
         if self._homes is None:
             self._homes = users_of(stages)
         self.first = self.first or stages
@@ -138,7 +141,8 @@ class Staging:
 def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
     """The stage of every node of one rank's part: its own, as in the whole program; of changes of placement where fewer bytes cross.
 
-    A change that makes a value larger is made where it is wanted, and so is one with the layers that want it; another one where the value is made.
+    A change that makes a value larger is made where it is wanted, and so is one with the layers that want it, and one that takes the rows that data sends
+    to this rank, as nobody else knows how many they are; another one where the value is made.
     """
     found = dict(stage_of)
     first_use: dict[str, int] = {}
@@ -152,6 +156,8 @@ def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str,
             continue
         made = [found[ref.name] for ref in node.operands() if ref.name in found]
         grows = isinstance(node.target, Transition) and node.target.source == "part" and node.target.target != "part"
-        grows |= isinstance(node.target, GatheredLayers)
+        grows |= isinstance(node.target, GatheredLayers) or node.target in (rows_here, take_rows)
+        if node.target is place_rows:
+            made = made[:1]
         found[node.name] = max(made) if made and not grows else max([first_use.get(node.name, 0), *made])
     return found
