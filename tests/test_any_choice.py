@@ -76,6 +76,11 @@ def test_rows_that_data_sends_to_a_rank_cross_stages(seed: int, kept: Readings, 
     outcomes([seed], kept, monkeypatch)
 
 
+def test_running_statistics_stay_in_the_stage_that_merges_them(kept: Readings, monkeypatch: pytest.MonkeyPatch):
+    """Chunks of another size were cut so that batch norm came into its rank's other stage, where nobody merged what it wrote over the replicas."""
+    outcomes([2044], kept, monkeypatch)
+
+
 # What was found from outside, by name.
 
 WHISPER = {"flops_per_second": 2.2e9, "bytes_per_second": 4.4e9, "start_seconds": 2.3e-5, "latency_seconds": 7e-6, "link_bytes_per_second": 2.8e10}

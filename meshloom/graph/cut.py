@@ -23,6 +23,7 @@ from meshloom.graph.keeping import HELD_COPIES
 from meshloom.graph.lines import describe_line
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
+from meshloom.graph.stages import updating
 from meshloom.graph.work import Work, work_of
 
 UNEVEN = 1.25
@@ -68,7 +69,7 @@ def choose_cuts(
         stage; with several, cuts that fit may be missed.
     in_flight: [moment][stage], microbatches whose activations are held, as `pipeline.check.held_by_stage` tells of a schedule; default: one of each.
     ranks: stage -> its rank; default: each has its own.
-    homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these, or in others of their ranks.
+    homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these, or in others of their ranks (`where_used`).
     work, kept: node -> its seconds, and what it makes autograd keep; default: those of `costs`, at `rates`.
     step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the shortest step is taken. No stage becomes
         `UNEVEN` times as slow as the slowest was.
@@ -83,7 +84,7 @@ def choose_cuts(
         state_factor=state_factor,
     )
     ranks = tuple(ranks) or tuple(range(num_stages))
-    homes = {name: [each for each in range(num_stages) if ranks[each] in {ranks[home] for home in where}] for name, where in (homes or {}).items()}
+    homes = where_used(program, homes or {}, ranks)
     limits = Limits(
         ranks=ranks,
         memory_bytes=math.inf if memory_bytes is None else memory_bytes,
@@ -106,6 +107,19 @@ def choose_cuts(
         stages=tuple(_stages(line, chosen)),
         rank_bytes=tuple(map(round, rank_bytes(line, limits, chosen))),
     )
+
+
+def where_used(program: Program, homes: Homes, ranks: Sequence[int]) -> dict[str, list[int]]:
+    """Parameter or buffer -> the stages that may use it: those that hold it, and others of their ranks.
+
+    A buffer that changes stays in its stages, each of which merges what its chunks write.
+    """
+    changing = updating(program)
+
+    def may(name: str, where: Collection[int], stage: int) -> bool:
+        return stage in where or (name not in changing and ranks[stage] in {ranks[home] for home in where})
+
+    return {name: [stage for stage in range(len(ranks)) if may(name, where, stage)] for name, where in homes.items()}
 
 
 def _stages(line: Intervals, cuts: Sequence[int]) -> list[StageCost]:

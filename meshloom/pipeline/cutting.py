@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from meshloom.errors import PlanError
 from meshloom.graph.cost import Cost, Kept
-from meshloom.graph.cut import CutChoice, choose_cuts
+from meshloom.graph.cut import CutChoice, choose_cuts, where_used
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
 from meshloom.graph.recompute import recomputed
@@ -77,17 +77,17 @@ def _choose(
 
 
 def _followed(program: Program, homes: Mapping[str, Collection[int]], ranks: Sequence[int]) -> dict[str, int] | None:
-    """Every operator in the first stage, from that of the one before it on, whose rank holds what it uses; None if there is none.
+    """Every operator in the first stage, from that of the one before it on, that may use what it uses; None if there is none.
 
     In evaluation there is less to compute than in training, where a stage may have had dropout and nothing else.
     """
     names = {each.value: name for variables in (program.parameters, program.buffers) for name, each in variables.items()}
-    held = {name: {ranks[stage] for stage in stages} for name, stages in homes.items()}
+    held = where_used(program, homes, ranks)
     found: dict[str, int] = {}
     now = 0
     for node in program.nodes:
         wanted = [held[names[ref.name]] for ref in node.operands() if ref.name in names and names[ref.name] in held]
-        while now < len(ranks) and not all(ranks[now] in each for each in wanted):
+        while now < len(ranks) and not all(now in each for each in wanted):
             now += 1
         if now == len(ranks):
             return None
