@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
+from meshloom.errors import PeerLostError
 from meshloom.state.buffers import RunningStatistics
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # the recurrence is applied per replica and then over replicas
@@ -458,3 +459,29 @@ def test_without_a_way_to_run_again_other_buffers_count_as_no_recurrence():
             model(inputs(3)[0])
     run_in_steps([each.finish() for each in world.statistics])
     assert "scale, pointer, calls" in world.notes()[0] and int(world.buffers()["calls"]) == 1
+
+
+@pytest.mark.parametrize("runs_before", [0, 1, 3])
+def test_a_rank_that_is_lost_while_a_chunk_runs_again_ends_the_step(runs_before: int):
+    """It was taken for a forward that cannot run twice, or that refuses a value, so that the others went on and waited for it again."""
+
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x
+
+    model, (group,) = made(Counter), simulated_groups(1)
+    statistics = RunningStatistics(model, group)
+    runs = iter(range(runs_before))
+
+    def again() -> Tensor:
+        if next(runs, None) is None:
+            raise PeerLostError("rank 1 went away")
+        return total(model, torch.ones(1, 2))
+
+    with pytest.raises(PeerLostError, match="rank 1 went away"), statistics.chunk(again):
+        total(model, torch.ones(1, 2))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.errors import PeerLostError
 from meshloom.random import preserved_draws
 from meshloom.state.recurrence import Unite, differ, factor_of, find_recurrences, finite, first_shift, flat, same, unflat
 
@@ -244,6 +245,8 @@ class ChunkWrites:
                 found = find_recurrences(
                     {buffer.name: buffer.start for buffer in changed}, {buffer.name: buffer.module for buffer in changed}, run, self._unite
                 )
+        except PeerLostError:
+            raise
         except Exception:  # a forward that runs only once
             for buffer in fresh:
                 buffer.last = buffer.read = True
@@ -305,6 +308,8 @@ class ChunkWrites:
         try:
             with _restored(self._model):
                 results, _ = _Run([buffer], chunk.again, self._model, None)({buffer.name: shifted})
+        except PeerLostError:
+            raise
         except Exception:  # it refuses a value that it would never see
             return ones
         factor = factor_of(flat(results[buffer.name]) - flat(point), flat(shifted) - flat(point), buffer.start.dtype)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.errors import PeerLostError
+
 _GOLDEN = (5**0.5 - 1) / 2
 LARGE = 1_000_003  # beyond the length of a queue: a number that wraps around shows it
 
@@ -122,6 +124,8 @@ class _Search:
             values[name] = unflat(flat(values[name]) + shifts[number % len(shifts)], values[name])
         try:
             return self._run(values)
+        except PeerLostError:
+            raise
         except Exception:  # a forward may refuse a value that it would never see
             return None, None
 
