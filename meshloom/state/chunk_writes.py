@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import PeerLostError
+from meshloom.errors import PeerLostError, TrainingError
 from meshloom.random import preserved_draws
 from meshloom.state.recurrence import Unite, differ, factor_of, find_recurrences, finite, first_shift, flat, same, unflat
 
@@ -93,9 +93,12 @@ class ChunkWrites:
         self._moving: list[_Buffer] = []
         self._told: set[str] = set()
         self._buffers: list[_Buffer] = []
+        self._sparse: dict[str, tuple[nn.Module, str]] = {}  # sparse matrices, which have to stay as they are
         for name, buffer in model.named_buffers():
-            if id(buffer) not in handled and (changing is None or name in changing):
-                owner, _, key = name.rpartition(".")
+            owner, _, key = name.rpartition(".")
+            if buffer.layout != torch.strided:
+                self._sparse[name] = modules[owner], key
+            elif id(buffer) not in handled and (changing is None or name in changing):
                 number = len(self._buffers)
                 self._buffers.append(
                     _Buffer(number, name, modules[owner], key, buffer, buffer.detach().clone(), number, version=buffer._version)  # pyright: ignore[reportPrivateUsage]
@@ -111,7 +114,13 @@ class ChunkWrites:
         """Around a chunk, which sees the buffers as they were before the step. again: runs its forward anew with the same draws and returns its loss."""
         if not self._begun:
             self._begin()
+        sparse = self._sparse_writes()
         yield
+        for name, writes in self._sparse_writes().items():
+            if writes != sparse[name]:
+                raise TrainingError(
+                    f"Buffer {name} is a sparse matrix that the forward changes, and only dense ones of several chunks can be merged. Make it dense."
+                )
         chunk = _Chunk(again)
         for buffer in self._buffers:
             now = buffer.now()
@@ -200,6 +209,11 @@ class ChunkWrites:
         self._chunks, self._begun = [], False
         self._steps += 1
         return found
+
+    def _sparse_writes(self) -> dict[str, tuple[int, int]]:
+        """Which object each sparse buffer is, and torch's count of writes to it."""
+        now = {name: module._buffers.get(key) for name, (module, key) in self._sparse.items()}  # pyright: ignore[reportPrivateUsage]
+        return {name: (id(each), each._version if each is not None else 0) for name, each in now.items()}  # pyright: ignore[reportPrivateUsage]
 
     def _begin(self) -> None:
         """Take over what was loaded, or put in place, since the last step."""
@@ -357,7 +371,9 @@ def _restored(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for module, name, buffer, value in kept:
-                if not buffer.is_meta and not same(buffer, value):  # a backward to come may want what did not change
+                if (
+                    not buffer.is_meta and buffer.layout == torch.strided and not same(buffer, value)
+                ):  # a backward to come may want what did not change
                     buffer.copy_(value)
                 module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]
 
