@@ -54,7 +54,19 @@ def _everything(group: Group) -> Steps[list[torch.Tensor]]:
                 work.wait()
                 work.wait()  # a second wait changes nothing
                 results.append(output)
+                whole = numbers(count * n, dtype)
+                mine = whole[rank * count : (rank + 1) * count] if group.is_in_place else torch.empty(count, dtype=dtype)
+                work = group.reduce_scatter(mine, whole, op)
+                yield
+                work.wait()
+                results.append(mine.clone())
     for count in (1, 7, 0):
+        whole = torch.zeros(count * n)
+        mine = whole[rank * count : (rank + 1) * count] if group.is_in_place else torch.empty(count)
+        work = group.all_gather(whole, mine.copy_(numbers(count)))
+        yield
+        work.wait()
+        results.append(whole)
         output = torch.empty(count * n)
         work = group.all_gather(output, numbers(count))
         yield

@@ -79,6 +79,10 @@ class C10dGroup(Group):
     def secret(self) -> bytes:
         return self._secret
 
+    @property
+    def is_in_place(self) -> bool:
+        return True
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         tensor = tensor.detach()
         return self._start(
@@ -90,12 +94,16 @@ class C10dGroup(Group):
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         output, tensor = output.detach(), tensor.detach()
+        # Gloo's own is an all-reduce of a copy.
+        of_all = tensor.device.type == "cpu" and output.data_ptr() == tensor.data_ptr() + self.rank * output.nbytes
         return self._start(
             f"reduce_scatter of {_describe(tensor)}",
             [output, tensor],
-            lambda: _reduce_scatter(output.view(-1), tensor.view(-1), op=_OPS[op], group=self._process_group, async_op=True),
+            (lambda: dist.all_reduce(tensor, _OPS[op], group=self._process_group, async_op=True))
+            if of_all
+            else lambda: _reduce_scatter(output.view(-1), tensor.view(-1), op=_OPS[op], group=self._process_group, async_op=True),
             (lambda: divide(output, self.size)) if op == "avg" else None,
-            copied_bytes=tensor.nbytes,
+            copied_bytes=0 if of_all else tensor.nbytes,
         )
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:

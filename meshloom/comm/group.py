@@ -47,6 +47,11 @@ class Group(ABC):
     def secret(self) -> bytes:
         """What its ranks know and the network between them does not, to sign with; b"": nothing, or there is no network."""
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether slice r of the whole tensor may be rank r's output of `reduce_scatter`, which then leaves nothing in the others, and its part in `all_gather`."""
+        return False
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Replace `tensor` (any shape, the same on all ranks) by its reduction over the ranks, bit-identical on all."""
@@ -57,7 +62,7 @@ class Group(ABC):
 
     @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """`output` [size * n] becomes all ranks' `tensor` [n], in rank order. `tensor` may not be a part of `output`."""
+        """`output` [size * n] becomes all ranks' `tensor` [n], in rank order. `tensor` may be a part of `output` only if `is_in_place`."""
 
     @abstractmethod
     def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:

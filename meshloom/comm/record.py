@@ -60,6 +60,10 @@ class RecordedGroup(Group):
     def secret(self) -> bytes:
         return self.group.secret
 
+    @property
+    def is_in_place(self) -> bool:
+        return self.group.is_in_place
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return self._start("all_reduce", tensor.nbytes, lambda: self.group.all_reduce(tensor, op))
 

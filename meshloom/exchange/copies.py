@@ -69,8 +69,8 @@ class OneEach(Copies):
         pass
 
     def publish(self) -> Steps[None]:
-        # The segment is copied, because an all-gather may not read what it writes.
-        works = [self._group.all_gather(flat, segment(flat, self._group).clone()) for flat in self._flats]
+        own = [segment(flat, self._group) for flat in self._flats]
+        works = [self._group.all_gather(flat, part if self._group.is_in_place else part.clone()) for flat, part in zip(self._flats, own, strict=True)]
         yield
         for work in works:
             work.wait()

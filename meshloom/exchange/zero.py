@@ -30,7 +30,8 @@ from meshloom.graph.landing import Room
 class ZeroOne(Exchange):
     """Gradients are reduce-scattered over `group`; where parameters lie and how updates become visible, `copies` knows.
 
-    windows: `group`, if its ranks can have memory in common; then gradients are summed where they lie, a rank's share in its place.
+    windows: `group`, if its ranks can have memory in common. Then, and where the group works in place, gradients are summed where they lie, a rank's
+        share in its place.
     copies: makes the home of the parameters, of the gradients' buckets and the group.
     """
 
@@ -57,7 +58,7 @@ class ZeroOne(Exchange):
             allocate=allocation(windows, group.rank),
         )
         shares = [segment(bucket.flat, group) for bucket in self._buckets.buckets]
-        self._gradients = shares if windows else [torch.zeros_like(share) for share in shares]
+        self._gradients = shares if windows or group.is_in_place else [torch.zeros_like(share) for share in shares]
         self._copies = copies(self._buckets.buckets, group)
         self._used = Used(self._buckets.buckets, group)
         self._is_used: list[bool] = []
