@@ -20,6 +20,7 @@ from meshloom.graph.choose import Choice
 from meshloom.graph.cuts import candidates
 from meshloom.graph.layout import layout_of
 from meshloom.graph.placement import Cut, Part
+from meshloom.graph.precision import default_precision, in_precision
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.uses import Uses
 from meshloom.job import Job
@@ -102,13 +103,16 @@ def pins_of(choice: Choice) -> dict[str, str]:
 
 
 def lifted(job: Job) -> Job:
-    """The job with casts to a lower precision inside its loss left out: comparing to 1e-10 asks for it."""
+    """The job in float64, with casts to a lower precision inside its loss left out: comparing to 1e-10 asks for it."""
 
     def loss(model: Any, batch: Any) -> Any:
-        with _InFloat64():
+        with _InFloat64(), default_precision(torch.float64):
             return job.loss(model, batch)
 
-    return replace(job, loss=loss)
+    def collate(samples: Any) -> Any:
+        return in_precision(default_collate(samples), torch.float64)
+
+    return replace(job, model=lambda: job.model().double(), loss=loss, collate=collate)
 
 
 class _InFloat64(TorchFunctionMode):

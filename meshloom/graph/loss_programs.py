@@ -11,7 +11,7 @@ from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.comm.values import on_first
+from meshloom.comm.values import on_first, share
 from meshloom.errors import CaptureError
 from meshloom.graph.batch_values import fits
 from meshloom.graph.division import Division
@@ -51,7 +51,7 @@ class LossPrograms:
         self._team = team
         self._dtype = dtype
         self._default = torch.get_default_dtype()
-        self._own_dtypes: dict[str, torch.dtype] = {}  # of a batch's tensors in the job's own precision, on the rank that reads
+        self._own_dtypes: dict[str, torch.dtype] = {}  # of a batch's tensors in the job's own precision, where it is lifted to another
         self._readers: dict[LossFunction, Programs] = {}
         self._known: dict[tuple[LossFunction, bool, Shapes], _Known] = {}
         self._others: dict[tuple[LossFunction, bool, Shapes], list[Mapping[str, str | None]]] = {}  # by the shapes of the tensors alone
@@ -62,7 +62,9 @@ class LossPrograms:
         batches: further ones of the job, to read the loss with if they have the same shapes. model: the job's, whole, as it was built; it stays as it is.
         own: one of the batches in the job's own precision, if they were lifted to another.
         """
-        self._own_dtypes = {name: leaf.dtype for name, leaf in leaves_of(own).tensors.items()} if own is not None else {}
+        if self._dtype is not None:  # any rank may have to read a chunk of another size later
+            names: dict[str, str] = yield from share(world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()})
+            self._own_dtypes = {name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()}
         return (yield from self._read(self._job.loss, True, batches, world, model))
 
     def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Steps[None]:
