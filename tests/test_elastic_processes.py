@@ -204,7 +204,7 @@ def test_a_worker_that_has_joined_ends_within_its_timeout_when_the_launcher_was_
     ("job", "more", "code", "sentence"),
     [
         ("failing", (), 1, "a broken share"),
-        ("dying", ("--timeout", "1"), 1, "After update 0 no worker has been there for 1 s"),
+        ("dying", ("--timeout", "6"), 1, "After update 0 no worker has been there for 6 s: worker "),
         ("steady", ("--listen", "203.0.113.1:0"), 2, "Cannot listen at"),
     ],
 )

@@ -140,9 +140,10 @@ class ProcessRun:
             if self._present or processes.starting():
                 alone = time.monotonic()
             elif time.monotonic() > alone + self._settings.timeout_seconds:
+                ended = ", ".join(processes.ended_workers())
                 raise TrainingError(
-                    f"After update {self.next_step} no worker has been there for {self._settings.timeout_seconds:g} s. Let workers join sooner, "
-                    "give a longer --timeout, or go on from a checkpoint with --resume."
+                    f"After update {self.next_step} no worker has been there for {self._settings.timeout_seconds:g} s{ended and f': {ended}'}. "
+                    "Let workers join sooner, give a longer --timeout, or go on from a checkpoint with --resume."
                 )
             if time.monotonic() > self._moved + self._settings.timeout_seconds:
                 stopped = processes.stopped()

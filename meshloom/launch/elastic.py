@@ -118,6 +118,10 @@ class ElasticProcesses:
         """Names of processes that are stopped (SIGSTOP)."""
         return [each.name for each in self._children.processes if each.exit_code is None and process_state(each.group).state == "T"]
 
+    def ended_workers(self) -> list[str]:
+        """How workers that failed or were killed ended, each in a few words."""
+        return [f"{worker.name} {worker.how_it_ended}" for worker in self._workers if worker.exit_code]
+
     def take_notes(self) -> list[str]:
         """What the user should know of processes that came to an end."""
         notes, self._notes = self._notes, []
