@@ -41,6 +41,7 @@ from meshloom.report.timeline import Timeline
 from meshloom.state.checkpoint import Checkpoint, passed_over
 from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.state.measured_shares import remeasure
+from meshloom.state.model import check_dense_buffers
 from meshloom.state.run_directory import open_directory
 from meshloom.state.saving import save
 from meshloom.state.shares import Record, Shares
@@ -180,6 +181,8 @@ class Trainer:
             home = Path(resume) if resume is not None else None
             self._replaced = self.together(lambda replica: open_directory(self.out, replica.seat.world, resume=home, overwrite=overwrite))[0]
             self.together(lambda replica: replica.prepare())
+            if self.out:
+                check_dense_buffers(self.replicas[0].model, "checkpoints hold only dense buffers")
             self._open_shares(recorded_shares)
             if home is not None:
                 self._resume(home)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.transfer import pack, unpack
 from meshloom.job import Job
 from meshloom.plan import Plan
+from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 
 NODES, KINDS = 12, 3
@@ -90,15 +92,22 @@ def test_a_closures_matrix_is_one_too_and_travels():
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 def test_a_sparse_buffer_is_refused_by_name_where_there_are_several_ranks(plan: str):
     """It ended in "unsupported memory format option Contiguous"."""
-
-    def build() -> nn.Module:
-        model = GCN()
-        del model.adjacency
-        model.register_buffer("adjacency", adjacency())
-        return model
-
     with pytest.raises(JobError, match=r"Buffer adjacency is a sparse matrix \(sparse_coo\), and 2 ranks keep only dense buffers alike"):
-        verify(replace(job(), model=build), Plan.parse(plan), devices="simulated")
+        verify(replace(job(), model=with_sparse_buffer), Plan.parse(plan), devices="simulated")
+
+
+def test_on_one_device_it_is_refused_where_it_would_be_saved_or_compared(tmp_path: Path):
+    with pytest.raises(JobError, match="Buffer adjacency is a sparse matrix .*, and checkpoints hold only dense buffers"):
+        Trainer(replace(job(), model=with_sparse_buffer), "dp=1", devices="simulated", out=tmp_path / "out")
+    with pytest.raises(JobError, match="Buffer adjacency is a sparse matrix .*, and only dense buffers are compared"):
+        verify(replace(job(), model=with_sparse_buffer), Plan.parse("dp=1"), devices="simulated")
+
+
+def with_sparse_buffer() -> nn.Module:
+    model = GCN()
+    del model.adjacency
+    model.register_buffer("adjacency", adjacency())
+    return model
 
 
 def test_what_an_operator_gives_is_dense():

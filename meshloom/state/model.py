@@ -49,17 +49,22 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
     return {"plan": str(plan), **settings, **described}
 
 
+def check_dense_buffers(model: nn.Module, why: str) -> None:
+    """Raise `JobError` naming the first sparse buffer, if there is one. why: what cannot be done with it."""
+    sparse = next((name for name, each in model.named_buffers() if each.layout != torch.strided), None)
+    if sparse is not None:
+        raise JobError(
+            f"Buffer {sparse} is a sparse matrix ({str(model.get_buffer(sparse).layout).removeprefix('torch.')}), and {why}. "
+            f"If it never changes make it a plain attribute (self.{sparse.rpartition('.')[2]} = ..., in COO layout under tp and pp); "
+            "under dp its indices and values can be buffers, of which the forward makes the matrix."
+        )
+
+
 def copy_from_first(model: nn.Module, group: Group) -> Steps[None]:
     """Give every replica the first one's parameters and buffers."""
     if group.size == 1:
         return
-    sparse = next((name for name, each in model.named_buffers() if each.layout != torch.strided), None)
-    if sparse is not None:
-        raise JobError(
-            f"Buffer {sparse} is a sparse matrix ({str(model.get_buffer(sparse).layout).removeprefix('torch.')}), and {group.size} ranks keep only dense buffers alike. "
-            f"If it never changes make it a plain attribute (self.{sparse.rpartition('.')[2]} = ..., in COO layout under tp and pp); "
-            "under dp its indices and values can be buffers, of which the forward makes the matrix."
-        )
+    check_dense_buffers(model, f"{group.size} ranks keep only dense buffers alike")
     works = []
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):

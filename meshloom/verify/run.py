@@ -24,7 +24,7 @@ from meshloom.report.progress import Listener
 from meshloom.state.data import Chunk, to_device
 from meshloom.state.digest import digest
 from meshloom.state.homes import held
-from meshloom.state.model import build_model, state_of
+from meshloom.state.model import build_model, check_dense_buffers, state_of
 from meshloom.state.samples import first_batches
 from meshloom.trainer import Trainer
 from meshloom.verify.hold import hold_against
@@ -61,6 +61,7 @@ def verify(
         replace(job, evaluate=None), keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet,
         recorded_shares=recorded, oversubscribe=oversubscribe,
     ) as trainer:  # fmt: skip
+        check_dense_buffers(trainer.replicas[0].model, "only dense buffers are compared")
         owned = trainer.together(_owned)[0]
         records = _plan_steps(trainer, dtype)
         if not trainer.world.main:
