@@ -144,10 +144,13 @@ class _Builder:
         self._note_routed(node)
 
     def _note_routed(self, node: Node) -> None:
+        """Of a value that rows were taken for: which these are."""
         axes = self.choice.layout.values[node.name]
         placement = self.choice.placement(node.name)
-        if len(axes) == 1 and (found := route_of(axes[0], placement, self.choice.numbers)) is not None:
-            self.routed[node.name] = Routed(self._rows(placement, found, node).name, found[0], node.outputs[0].shape[found[0]])
+        found = route_of(axes[0], placement, self.choice.numbers) if len(axes) == 1 else None
+        rows = self.rows.get((found[2].value, placement)) if found else None
+        if found and rows:
+            self.routed[node.name] = Routed(rows, found[0], node.outputs[0].shape[found[0]])
 
     def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
         """The value placed so, changed if need be (once, however many nodes want it)."""
