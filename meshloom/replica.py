@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm, unsynchronised
 from meshloom.exchange.choose import exchange_by_name
 from meshloom.exchange.diloco import OuterStep
-from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.exchange import Exchange, Give
 from meshloom.exchange.local_sgd import Rounds, TakeMean
 from meshloom.exchange.nothing import Nothing
 from meshloom.exchange.shared import OneForAll
@@ -81,18 +81,16 @@ class Observer(Protocol):
         """A chunk went forward and backward."""
         ...
 
-    def averaged(self, gradients: dict[str, Tensor | None]) -> None:
-        """The averaged gradient of every parameter, whole, before clipping."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
     """What a step came to before its update.
 
-    of_owned: gradient of each slice that the exchange owns here; None was not used. loss: mean over the global batch. weight: of it.
+    of_owned: gradient of each slice that the exchange owns here; None was not used. loss: mean over the global batch. weight: of it. samples: in it.
     """
 
+    step: int
+    samples: int
     of_owned: list[Tensor | None]
     loss: float
     weight: float
@@ -200,10 +198,11 @@ class Replica:
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
         """Train on this replica's chunks of global batch `step`."""
-        found = yield from self.gradients(step, chunks)
-        if self.observer:
-            self.observer.averaged((yield from self.whole_gradients(found)))
-        doing = self.seat.activity
+        return (yield from self.update((yield from self.gradients(step, chunks))))
+
+    def update(self, found: Gradients) -> Steps[StepResult]:
+        """The second half of a step: clip, update, and make the new parameters known."""
+        step, doing = found.step, self.seat.activity
         doing.enter("updating", step)
         self._updating = True  # until all ranks have updated
         with self._span("update"):
@@ -218,7 +217,7 @@ class Replica:
                 yield from self.staged.published()
         self._updating = False
         doing.enter("between steps", step + 1)
-        return StepResult(step=step, loss=found.loss, weight=found.weight, samples=chunks[0].batch, gradient_norm=norm, stopping=self._tally.stopping)
+        return StepResult(step=step, loss=found.loss, weight=found.weight, samples=found.samples, gradient_norm=norm, stopping=self._tally.stopping)
 
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers change, parameters do not."""
@@ -255,14 +254,21 @@ class Replica:
         yield from self._check_finite(step, filled, total, weight)
         for statistics in self.statistics:
             yield from statistics.finish()
-        return Gradients(of_owned=gradients, loss=total / weight, weight=weight)
+        return Gradients(step=step, samples=chunks[0].batch, of_owned=gradients, loss=total / weight, weight=weight)
+
+    def each_gradient(self, found: Gradients, take: Callable[[str, Tensor | None], None]) -> Steps[None]:
+        """Hand `take` the averaged gradient of every trainable parameter, whole, one after another: all of them on the replica's first rank."""
+
+        def mine(give: Give) -> Steps[None]:
+            yield from self.exchange.each_gradient(found.of_owned, partial(self.rounds.give_mean, give) if self.rounds else give)
+
+        yield from self._each(mine, take)
 
     def whole_gradients(self, found: Gradients) -> Steps[dict[str, Tensor | None]]:
-        """The gradient of every trainable parameter by name, whole; all of them on the replica's first rank."""
-        mine = yield from self.exchange.full_gradients(found.of_owned)
-        if self.rounds:
-            mine = yield from self.rounds.mean_gradients(mine)
-        return (yield from self.staged.whole(mine)) if self.staged else mine
+        """The same at once, by name, in the model's order."""
+        whole: dict[str, Tensor | None] = {}
+        yield from self.each_gradient(found, whole.__setitem__)
+        return {name: whole[name] for name in state_of(self.model) if name in whole}
 
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
         return self.recorder.span(kind) if self.recorder else nullcontext()
@@ -397,11 +403,32 @@ class Replica:
                 streams = [*streams, gathered.stream]
         return pieces, streams, values
 
+    def each_of_state(self, take: Callable[[str, Tensor], None]) -> Steps[None]:
+        """Hand `take` every parameter and buffer, whole, tied ones once, one after another: all of them on the replica's first rank. Every rank calls it."""
+
+        def mine(give: Give) -> Steps[None]:
+            for name, tensor in held(state_of(self.model).items()).items():
+                yield from give(name, tensor.detach())
+
+        yield from self._each(mine, cast(Any, take))
+
     def whole_state(self) -> Steps[dict[str, Tensor]]:
-        """Parameters and buffers by name, whole, tied ones once; all of them on rank 0. Every rank calls it."""
-        mine = held((name, tensor.detach()) for name, tensor in state_of(self.model).items())
-        whole: Any = (yield from self.staged.whole(mine)) if self.staged else mine
-        return whole
+        """The same at once, by name, in the model's order."""
+        whole: dict[str, Tensor] = {}
+        yield from self.each_of_state(whole.__setitem__)
+        return {name: whole[name] for name in state_of(self.model) if name in whole}
+
+    def _each(self, mine: Callable[[Give], Steps[None]], take: Callable[[str, Tensor | None], None]) -> Steps[None]:
+        """Hand `take` whole tensors. mine: gives those that this rank holds, or its parts of them."""
+        if self.staged:
+            return (yield from self.staged.each_whole(mine, take))
+
+        def give(name: str, tensor: Tensor | None) -> Steps[None]:
+            take(name, tensor)
+            return
+            yield
+
+        yield from mine(give)
 
     def num_elements(self) -> int:
         """Trainable elements of the whole model."""

@@ -23,7 +23,7 @@ from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first
 from meshloom.compiled import without_compilation
 from meshloom.errors import CaptureError, DataError
-from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.exchange import Exchange, Give
 from meshloom.graph.batch_values import check_following
 from meshloom.graph.division import Division
 from meshloom.graph.landing import InPlace
@@ -43,7 +43,7 @@ from meshloom.plan import Plan
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.data import to_device
 from meshloom.state.digest import digest
-from meshloom.state.homes import Homes, held, shapes_of_tensors
+from meshloom.state.homes import Homes, held
 from meshloom.state.model import state_of
 from meshloom.state.samples import first_batches
 from meshloom.state.shards import Shards
@@ -91,7 +91,7 @@ class Staged:
         stages = yield from self.staging.open(there, self.seat.world, model, own=batches[0] if batches else None)
         yield from on_first(self.seat.world, lambda: check_following(self.staging.others, leaves_of(batches[-1]).values), CaptureError)
         self.stages = tuple(stage for stage in stages if self.staging.ranks[stage.number] == self.pp.rank)
-        self.homes = Homes(self.staging.holders, self.pp, self._team)
+        self.homes = Homes(self.staging.holders, self.pp)
         self.homes.release(model)
         self.shards = Shards(self.staging.programs.pieces, self.tp)
         self.shards.divide(model)
@@ -191,22 +191,54 @@ class Staged:
         self.sent["pp"]["send"] += self.homes.bytes_of_lending(self._parameters)
         yield from self.homes.lend(self._parameters)
 
-    def whole(self, tensors: Mapping[str, Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        """Whole tensors, on rank 0, of all ranks' parts: by names of the model's parameters or buffers, in the model's order.
+    def each_whole(self, mine: Callable[[Give], Steps[None]], take: Callable[[str, Tensor | None], None]) -> Steps[None]:
+        """Hand `take`, on the replica's first rank, whole tensors of all ranks' parts, one after another; None where the owner has none.
 
-        tensors: of this rank's parameters and buffers, or some of them, or of gradients; None counts, too. The same kind on all ranks.
+        mine: gives this rank's parameters and buffers, some of them, or their gradients, by name. The same kind on all ranks.
         """
-        gathered: dict[str, Tensor | None] = {}
-        for name, tensor in tensors.items():
-            if self.homes.owns(name):
-                self.sent["tp"]["all_gather"] += 0 if tensor is None else self.shards.gather_bytes(name, tensor.dtype)
-                gathered[name] = None if tensor is None else (yield from self.shards.gather(name, tensor.detach()))
-        if self.pp.size == 1:
-            return gathered
-        names: list[list[str]] = yield from collect(self._team, list(gathered))
-        wanted = {name for each in names for name in each}
-        like = {name: each for name, each in shapes_of_tensors(state_of(self._model), self.shards).items() if name in wanted}
-        return (yield from self._to_first(gathered, like))
+        tensors = state_of(self._model)
+        names, moves = list(tensors), self.tp is None or self.tp.rank == 0
+
+        def give(name: str, tensor: Tensor | None) -> Steps[None]:
+            if not self.homes.owns(name):
+                return
+            if tensor is not None:
+                self.sent["tp"]["all_gather"] += self.shards.gather_bytes(name, tensor.dtype)
+                tensor = yield from self.shards.gather(name, tensor.detach())
+            if moves and self.pp.rank == 0:
+                take(name, tensor)
+            elif moves:
+                yield from tell(names.index(name), int(tensor is not None))
+                if tensor is not None:
+                    yield from send(tensor.contiguous())
+
+        def tell(number: int, there: int) -> Steps[None]:
+            yield from send(torch.tensor([number, there], device=self.seat.device))
+
+        def send(tensor: Tensor) -> Steps[None]:
+            work = self.pp.send(tensor, 0)
+            self.sent["pp"]["send"] += tensor.nbytes
+            yield
+            work.wait()
+
+        def receive(tensor: Tensor, sender: int) -> Steps[Tensor]:
+            work = self.pp.recv(tensor, sender)
+            yield
+            work.wait()
+            return tensor
+
+        yield from mine(give)
+        if moves and self.pp.rank:
+            yield from tell(-1, 0)
+        for sender in range(1, self.pp.size) if moves and self.pp.rank == 0 else ():
+            while True:
+                heard = yield from receive(torch.empty(2, dtype=torch.int64, device=self.seat.device), sender)
+                number, there = heard.tolist()
+                if number < 0:
+                    break
+                name = names[number]
+                like = torch.empty(self.shards.whole_shape(name, tensors[name]), dtype=tensors[name].dtype, device=self.seat.device)
+                take(name, (yield from receive(like, sender)) if there else None)
 
     def weights(self) -> Stream:
         """The model's `state_dict` in whole shapes, one by one; all of it on rank 0."""
@@ -261,13 +293,6 @@ class Staged:
         """A rank of the replica, by its coordinates."""
         pp, tp = divmod(rank, self.plan.tp)
         return ",".join(f"{axis}={at}" for axis, at in (("pp", pp), ("tp", tp)) if getattr(self.plan, axis) > 1)
-
-    def _to_first(
-        self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    ) -> Steps[dict[str, Tensor | None]]:
-        moves = self.tp is None or self.tp.rank == 0
-        self.sent["pp"]["send"] += self.homes.bytes_of_gather(tensors, like) if moves else 0
-        return (yield from self.homes.gather(tensors, like, self.seat.device, moves=moves))
 
     @contextmanager
     def _around(self, begin: Callable[[int, ExitStack, bool], None], stage: int, microbatch: int, again: Callable[[], Any]) -> Iterator[None]:

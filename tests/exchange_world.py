@@ -88,10 +88,22 @@ def whole_gradients(world: Sequence[tuple[Net, Exchange]], weight: float) -> lis
 
     def finish(exchange: Exchange) -> Steps[dict[str, Tensor | None]]:
         gradients = yield from exchange.finish(torch.tensor(weight, dtype=torch.float64))
-        whole = yield from exchange.full_gradients(gradients)
-        return {name: None if each is None else each.clone() for name, each in whole.items()}
+        return (yield from gathered(exchange, gradients))
 
     return run_in_steps([finish(exchange) for _, exchange in world])
+
+
+def gathered(exchange: Exchange, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
+    """Copies of whole gradients by name."""
+    whole: dict[str, Tensor | None] = {}
+
+    def give(name: str, gradient: Tensor | None) -> Steps[None]:
+        whole[name] = None if gradient is None else gradient.clone()
+        return
+        yield
+
+    yield from exchange.each_gradient(gradients, give)
+    return whole
 
 
 def one_device(chunks: Sequence[Tensor], weight: float) -> dict[str, Any]:

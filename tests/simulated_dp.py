@@ -16,11 +16,12 @@ from torch.utils.data import default_collate
 from meshloom.job import Job
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.random import KeyedDraws, chunk_seed, model_seed, sample_order, seed_everything
-from meshloom.verify.records import ChunkRecord, StepRecord
+from meshloom.verify.records import ChunkRecord
 from meshloom.verify.watch import ModuleWatch, digest_parameters, digest_values
+from tests.held import WholeRecord
 
 
-def simulate(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = None, steps: int = 3) -> Iterator[StepRecord]:
+def simulate(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = None, steps: int = 3) -> Iterator[WholeRecord]:
     """Records of a run of map-style data without buffers across replicas; `bug` names what goes wrong."""
     seed_everything(model_seed(job.seed))
     model = job.model().to(dtype) if dtype else job.model()
@@ -76,7 +77,7 @@ def simulate(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = No
         for scheduler in schedulers:
             scheduler.step()
         digest = digest_parameters(model.named_parameters())
-        yield StepRecord(
+        yield WholeRecord(
             step=step,
             loss=sum(chunk.loss_sum for chunk in chunks) / total,
             weight=total,

@@ -11,9 +11,9 @@ from torch import nn
 
 from meshloom.job import Job
 from meshloom.plan import Plan
-from meshloom.verify.hold import Found, hold_against
-from meshloom.verify.records import StepRecord
+from meshloom.verify.hold import Found
 from meshloom.verify.reference import Reference
+from tests.held import WholeRecord, hold_against, step_of
 from tests.jobs import MODELS, OPTIMIZERS, make_job
 from tests.simulated_dp import simulate
 
@@ -107,14 +107,14 @@ def test_only_the_first_wrong_step_is_diagnosed():
 def changed(job: Job, plan: Plan, **fields: Any) -> Found:
     """A correct run whose records of every step say something else."""
 
-    def change(record: StepRecord) -> StepRecord:
+    def change(record: WholeRecord) -> WholeRecord:
         return replace(record, **{name: value(record) for name, value in fields.items()})
 
     return hold_against(Reference(job, plan), map(change, simulate(job, plan, steps=1)))
 
 
 def test_a_wrong_weight_is_named():
-    def heavier(record: StepRecord) -> Any:
+    def heavier(record: WholeRecord) -> Any:
         return [replace(record.chunks[0], weight=record.chunks[0].weight + 1), *record.chunks[1:]]
 
     wrong = changed(
@@ -124,7 +124,7 @@ def test_a_wrong_weight_is_named():
 
 
 def test_zeros_instead_of_no_gradient_are_named():
-    def zeros(record: StepRecord) -> Any:
+    def zeros(record: WholeRecord) -> Any:
         return {name: torch.zeros_like(record.parameters[name]) if each is None else each for name, each in record.gradients.items()}
 
     wrong = changed(make_job("unused_twice", "adamw"), PLANS[0], gradients=zeros)
@@ -140,17 +140,17 @@ def test_a_loss_that_is_averaged_otherwise_is_named():
     assert kinds(changed(make_job("mlp", "sgd"), PLANS[0], loss=lambda record: record.loss * 2)) == ["loss"]
 
 
+def shaped(gradients: Any, reference: Reference) -> dict[str, Any]:
+    """Flat gradients of few elements each, of which none was left out, as the parameters are."""
+    return {name: None if each is None else each.view(reference.parameters[name].shape).float() for name, each in gradients.items()}
+
+
 def test_statistics_that_are_not_synchronised_are_named():
     job, plan = make_job("cnn", "sgd"), Plan(dp=2, microbatches=2, sync_batch_norm=True)
     separate = Reference(job, plan)
-    separate.step()
-
-    def own(record: StepRecord) -> Any:
-        return separate.gradients_of(synchronised=False)
-
-    one = Reference(job, plan)
-    record = one.step()
-    wrong = hold_against(Reference(job, plan), [replace(record, gradients=own(record))])
+    separate.run()
+    own = separate.gradients_of(synchronised=False)
+    wrong = hold_against(Reference(job, plan), [replace(step_of(Reference(job, plan)), gradients=shaped(own, separate))])
     assert kinds(wrong) == ["batch statistics"]
 
 
@@ -170,6 +170,7 @@ class Counting(nn.Module):
 def test_a_forward_that_reads_what_the_chunk_before_wrote_is_named():
     job, plan = replace(make_job("mlp", "sgd"), model=Counting), PLANS[0]
     separate = Reference(job, plan)
-    record = separate.step()
-    wrong = hold_against(Reference(job, plan), [replace(record, gradients=separate.gradients_of(chained=True))])
+    separate.run()
+    chained = separate.gradients_of(chained=True)
+    wrong = hold_against(Reference(job, plan), [replace(step_of(Reference(job, plan)), gradients=shaped(chained, separate))])
     assert kinds(wrong) == ["buffers"]

@@ -27,7 +27,7 @@ from meshloom.graph.linears import GatheredLinears
 from meshloom.graph.pieces import Pieces, whole
 from meshloom.job import Job
 from meshloom.pipeline.later import Later
-from tests.exchange_world import KINDS, assert_same
+from tests.exchange_world import KINDS, assert_same, gathered
 
 WIDTH, WORDS = 6, 9
 Linear = Callable[..., Tensor]
@@ -86,8 +86,7 @@ def train(model: Net, exchange: Exchange, chunks: Sequence[Tensor], *, at_the_en
 def averaged(world: Sequence[Exchange], weight: float) -> list[dict[str, Tensor | None]]:
     def finish(exchange: Exchange) -> Steps[dict[str, Tensor | None]]:
         gradients = yield from exchange.finish(torch.tensor(weight, dtype=torch.float64))
-        found = yield from exchange.full_gradients(gradients)
-        return {name: None if each is None else each.clone() for name, each in found.items()}
+        return (yield from gathered(exchange, gradients))
 
     return run_in_steps([finish(exchange) for exchange in world])
 

@@ -16,6 +16,7 @@ from meshloom.errors import DataError
 from meshloom.plan import Plan
 from meshloom.random import model_seed, sample_order, sample_seed, seed_everything
 from meshloom.verify.reference import Reference
+from tests.held import step_of
 from tests.jobs import Samples, make_job, vectors
 
 
@@ -46,7 +47,7 @@ def test_one_chunk_is_an_ordinary_training_loop(optimizer):
     job = make_job("mlp", optimizer)
     model, losses = whole_loop(job, 3)
     reference = Reference(job, Plan())
-    records = [reference.step() for _ in range(3)]
+    records = [step_of(reference) for _ in range(3)]
     assert [record.loss for record in records] == pytest.approx(losses, rel=1e-6)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(records[-1].parameters[name], parameter.detach(), rtol=1e-5, atol=1e-6)  # clipped in float64 here
@@ -55,8 +56,8 @@ def test_one_chunk_is_an_ordinary_training_loop(optimizer):
 @pytest.mark.parametrize("batch_size", [12, 13, 3])
 def test_uneven_and_empty_chunks_keep_the_mean(batch_size):
     job = make_job("mlp", "sgd", batch_size=batch_size)
-    whole = Reference(job, Plan(), torch.float64).step()
-    cut = Reference(job, Plan(dp=2, microbatches=3), torch.float64).step()
+    whole = step_of(Reference(job, Plan(), torch.float64))
+    cut = step_of(Reference(job, Plan(dp=2, microbatches=3), torch.float64))
     assert len(cut.chunks) == min(6, batch_size)
     assert sum(chunk.samples for chunk in cut.chunks) == batch_size
     for name, gradient in whole.gradients.items():
@@ -66,7 +67,7 @@ def test_uneven_and_empty_chunks_keep_the_mean(batch_size):
 def test_an_epoch_ends_with_a_short_batch_or_without_it():
     def sizes(**settings: Any) -> list[int]:
         reference = Reference(make_job("mlp", "sgd", **settings), Plan())
-        return [sum(chunk.samples for chunk in reference.step().chunks) for _ in range(4)]
+        return [sum(chunk.samples for chunk in step_of(reference).chunks) for _ in range(4)]
 
     assert sizes() == [12, 12, 6, 12]
     assert sizes(drop_last=True) == [12, 12, 12, 12]
@@ -87,17 +88,17 @@ class Stream(IterableDataset[Any]):
 def test_iterable_data_is_read_in_batches_and_begins_anew_with_its_own_draws():
     told: list[int] = []
     reference = Reference(make_job("mlp", "sgd", data=lambda: Stream(told), batch_size=15), Plan())
-    digests = [reference.step().chunks[0].data for _ in range(4)]
+    digests = [step_of(reference).chunks[0].data for _ in range(4)]
     assert told == [0, 1]
     assert len(set(digests)) == 4  # draws of an epoch are its own
     again = Reference(make_job("mlp", "sgd", data=lambda: Stream(told), batch_size=15), Plan())
-    assert [again.step().chunks[0].data for _ in range(4)] == digests
+    assert [step_of(again).chunks[0].data for _ in range(4)] == digests
 
 
 def test_iterable_data_without_a_batch_is_an_error():
     reference = Reference(make_job("mlp", "sgd", data=lambda: Stream([]), batch_size=31, drop_last=True), Plan())
     with pytest.raises(DataError, match="less than one batch of 31"):
-        reference.step()
+        step_of(reference)
 
 
 def test_what_a_sample_draws_belongs_to_seed_epoch_and_index():
@@ -107,7 +108,7 @@ def test_what_a_sample_draws_belongs_to_seed_epoch_and_index():
             return super().__getitem__(index)
 
     seen: list[tuple[int, float]] = []
-    Reference(make_job("mlp", "sgd", data=lambda: Noisy(**vectors().fields)), Plan(dp=2)).step()
+    step_of(Reference(make_job("mlp", "sgd", data=lambda: Noisy(**vectors().fields)), Plan(dp=2)))
     assert len(seen) == 12
     for index, drawn in seen:
         seed_everything(sample_seed(0, 0, index))
@@ -116,7 +117,7 @@ def test_what_a_sample_draws_belongs_to_seed_epoch_and_index():
 
 def test_chunks_draw_their_own_masks_and_the_same_ones_whichever_replica_runs_them():
     job = make_job("gpt", "sgd")
-    by_replicas, by_microbatches = (Reference(job, plan).step() for plan in (Plan(dp=4), Plan(microbatches=4)))
+    by_replicas, by_microbatches = (step_of(Reference(job, plan)) for plan in (Plan(dp=4), Plan(microbatches=4)))
     draws = [chunk.draws for chunk in by_replicas.chunks]
     assert draws == [chunk.draws for chunk in by_microbatches.chunks]
     masks = [drawn for of_chunk in draws for drawn in of_chunk if " " not in drawn]  # attention without dropout says its shapes only
@@ -126,9 +127,9 @@ def test_chunks_draw_their_own_masks_and_the_same_ones_whichever_replica_runs_th
 def test_synchronised_statistics_make_microbatch_j_of_all_replicas_one_chunk():
     job = make_job("cnn", "sgd", data=lambda: Samples(x=torch.randn(12, 1, 6, 6, generator=torch.Generator().manual_seed(0)), y=torch.arange(12) % 5))
     reference = Reference(job, Plan(dp=2, microbatches=2, sync_batch_norm=True))
-    record = reference.step()
+    record = step_of(reference)
     assert [(chunk.index, chunk.samples, chunk.weight) for chunk in record.chunks] == [(0, 3, 6), (2, 3, 0), (1, 3, 6), (3, 3, 0)]
-    one_replica = Reference(job, Plan(microbatches=1)).step()
+    one_replica = step_of(Reference(job, Plan(microbatches=1)))
     assert record.loss != one_replica.loss
     order = sample_order(0, 0, 12, True)
     seed_everything(model_seed(0))
@@ -141,44 +142,43 @@ def test_synchronised_statistics_make_microbatch_j_of_all_replicas_one_chunk():
 
 
 def test_module_outputs_come_in_order_of_execution():
-    record = Reference(make_job("unused_twice", "sgd"), Plan()).step()
+    record = step_of(Reference(make_job("unused_twice", "sgd"), Plan()))
     assert [(output.name, output.call) for output in record.chunks[0].modules] == [
         ("first", 0), ("shared", 0), ("shared", 1), ("frozen", 0), ("head", 0), ("", 0),
     ]  # fmt: skip
 
 
 def test_unused_parameters_have_no_gradient_and_frozen_ones_are_not_listed():
-    record = Reference(make_job("unused_twice", "adamw"), Plan(dp=2)).step()
+    record = step_of(Reference(make_job("unused_twice", "adamw"), Plan(dp=2)))
     assert record.gradients["unused.weight"] is None
     assert "frozen.weight" not in record.gradients
-    assert torch.equal(record.parameters["unused.weight"], Reference(make_job("unused_twice", "adamw"), Plan()).initial["unused.weight"])
+    assert torch.equal(record.parameters["unused.weight"], Reference(make_job("unused_twice", "adamw"), Plan()).parameters["unused.weight"])
 
 
 def test_tied_parameters_are_listed_once():
     reference = Reference(make_job("gpt", "sgd"), Plan())
     assert reference.tied == {"embed.weight": ["head.weight"]}
-    assert "head.weight" not in reference.step().gradients
+    assert "head.weight" not in step_of(reference).gradients
 
 
 def test_looking_back_changes_nothing():
     job, plan = make_job("cnn", "adamw"), Plan(dp=2, microbatches=2)
     plain, looked = Reference(job, plan), Reference(job, plan)
-    for step in range(3):
-        a, b = plain.step(), looked.step()
+    for _ in range(3):
+        a, b = step_of(plain), step_of(looked, look=True)
         assert a.loss == b.loss
         for name in a.parameters:
             assert torch.equal(a.parameters[name], b.parameters[name])
         for name in a.buffers:
             assert torch.equal(a.buffers[name], b.buffers[name])
-        looked.whole_batch()
-        looked.evidence(b if step else None)
 
 
 def test_the_chunks_of_the_evidence_add_up_to_the_gradient():
     reference = Reference(make_job("gpt", "sgd"), Plan(dp=2, microbatches=2), torch.float64)
-    reference.step()
-    second = reference.step()  # of a later step: parameters and buffers must be those before it
-    evidence = reference.evidence()
+    step_of(reference)
+    reference.run()  # a later step: parameters and buffers must be those before it
+    evidence = reference.evidence(reference.facts({}))
+    second = reference.update()
     for name, gradient in second.gradients.items():
         total = sum(chunk.gradients[name] for chunk in evidence.chunks) / second.weight
         torch.testing.assert_close(total, gradient.reshape(-1)[:4096], rtol=1e-9, atol=1e-14)
@@ -190,12 +190,12 @@ def test_a_cast_inside_the_model_is_seen_with_its_module():
             return torch.tanh(x.float()).to(x.dtype)
 
     job = replace(make_job("mlp", "sgd"), model=lambda: nn.Sequential(nn.Linear(7, 5), Low()))
-    assert [(cast.place, cast.dtype) for cast in Reference(job, Plan(), torch.float64).step().casts][:1] == [("1", "float32")]
-    assert not Reference(job, Plan()).step().casts  # float32 is the parameters' own
+    assert [(cast.place, cast.dtype) for cast in step_of(Reference(job, Plan(), torch.float64)).casts][:1] == [("1", "float32")]
+    assert not step_of(Reference(job, Plan())).casts  # float32 is the parameters' own
 
 
 def test_a_cast_inside_the_optimizer_is_seen_with_its_name():
-    casts = Reference(make_job("mlp", "muon"), Plan(), torch.float64).step().casts
+    casts = step_of(Reference(make_job("mlp", "muon"), Plan(), torch.float64)).casts
     assert [(cast.place, cast.dtype, cast.in_optimizer) for cast in casts] == [("Muon", "bfloat16", True)]
 
 
@@ -206,7 +206,7 @@ def test_float64_reaches_parameters_batches_and_new_tensors():
         dtypes.update({batch["x"].dtype, torch.zeros(1).dtype, next(model.parameters()).dtype})
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    record = Reference(make_job("mlp", "adamw", loss=loss), Plan(), torch.float64).step()
+    record = step_of(Reference(make_job("mlp", "adamw", loss=loss), Plan(), torch.float64))
     assert dtypes == {torch.float64}
     assert torch.get_default_dtype() == torch.float32
     assert all(parameter.dtype == torch.float64 for parameter in record.parameters.values())
@@ -216,7 +216,5 @@ def test_the_callers_generators_are_left_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     reference = Reference(make_job("gpt", "sgd"), Plan(dp=2))
-    reference.step()
-    reference.whole_batch()
-    reference.evidence()
+    step_of(reference, look=True)
     assert torch.equal(torch.get_rng_state(), before)

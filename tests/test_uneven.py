@@ -26,6 +26,7 @@ from meshloom.trainer import Trainer
 from meshloom.verify.reference import Reference
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify
+from tests.held import step_of
 from tests.jobs import class_loss, make_job
 from tests.processes import on_ranks
 from tests.sleepy_job import sleepy_job
@@ -81,12 +82,12 @@ def test_where_chunks_matter_they_are_those_of_the_record(model: str, optimizer:
     plan = Plan(dp=3, microbatches=2, shares="measured", keyed_draws=True)
     losses, state = run(job, str(plan), recorded_shares=CHANGES)
     reference = Reference(job, plan, torch.float64, shares=CHANGES)
-    records = [reference.step() for _ in range(5)]
+    records = [step_of(reference) for _ in range(5)]
     assert losses == pytest.approx([record.loss for record in records], rel=1e-10)
     for name, value in {**records[-1].parameters, **records[-1].buffers}.items():
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
     even = Reference(job, plan, torch.float64)
-    others = [even.step().loss for _ in range(5)]
+    others = [step_of(even).loss for _ in range(5)]
     assert losses != pytest.approx(others, rel=1e-4)
 
 
@@ -259,7 +260,7 @@ def test_a_rank_three_times_slower_gets_about_a_third(tmp_path: Path, monkeypatc
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     plan = Plan(dp=2, shares="measured")
     reference = Reference(sleepy_job(), plan, torch.float64, shares=record)
-    records = [reference.step() for _ in range(34)]
+    records = [step_of(reference) for _ in range(34)]
     assert losses == pytest.approx([each.loss for each in records], rel=1e-10)
     for name, value in records[-1].parameters.items():
         torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10)  # 34 steps of AdamW make rounding larger
@@ -279,7 +280,7 @@ def test_the_command_line_writes_the_record_also_where_readers_run_ahead(tmp_pat
     assert f"shares {record[0][1][0]}+{record[0][1][1]} from step {record[0][0]}: replica 1 takes" in told
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     reference = Reference(sleepy_job(), Plan(dp=2, shares="measured"), shares=record)
-    expected = [reference.step().loss for _ in range(34)]
+    expected = [step_of(reference).loss for _ in range(34)]
     assert [line["loss"] for line in lines if line["event"] == "step"] == pytest.approx(expected, rel=1e-4)  # float32
 
 

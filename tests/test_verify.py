@@ -14,12 +14,15 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 
 from meshloom.job import Job
 from meshloom.plan import Plan
+from meshloom.verify.hold import Holding
+from meshloom.verify.reference import Reference
 from meshloom.verify.report import Report, print_report
 from meshloom.verify.run import verify
 from tests.jobs import MODELS, OPTIMIZERS, images, make_job, token_loss, vectors
@@ -139,6 +142,34 @@ def test_a_failing_report_names_step_module_and_cause(monkeypatch):
     assert "DIFFERS from step 0 on" in shown and "first module: dropout" in shown
     assert "likely cause: Chunks 0 and 1 (replicas 0 and 1) use the same random draws" in shown
     assert json.dumps(report.records(), allow_nan=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_nothing_is_kept_of_the_tensors_that_are_compared(optimizer, dtype):
+    """The story: rank 0 held fifteen copies of a model beside its own, each of them gathered on every other rank, too, so that 124M parameters took 15 GB."""
+    reference = Reference(make_job("gpt", optimizer), Plan(dp=2), dtype)
+    plan = Reference(make_job("gpt", optimizer), Plan(dp=2), dtype)
+    holding = Holding(reference)
+    for step in range(2):
+        plan.run()
+        holding.begin()
+        for name, gradient in plan.gradients.items():
+            sent = None if gradient is None else gradient.clone()
+            memory = None if sent is None else StorageWeakRef(sent.untyped_storage())
+            holding.gradient(name, sent)
+            del sent
+            assert memory is None or memory.expired(), f"step {step}: the gradient of {name} is kept"
+        record = plan.update()
+        holding.update()
+        for name, each in {**plan.parameters, **dict(plan.model.named_buffers())}.items():
+            sent = each.detach().clone()
+            memory = StorageWeakRef(sent.untyped_storage())
+            holding.state(name, sent)
+            del sent
+            assert memory.expired(), f"step {step}: {name} is kept"
+        holding.end(record)
+    assert all(step.passed for step in holding.found().steps)
 
 
 def test_replicas_that_drift_apart_are_reported_and_end_nothing(monkeypatch):

@@ -11,7 +11,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
-from meshloom.exchange.exchange import Exchange, Slice
+from meshloom.exchange.exchange import Exchange, Give, Slice
 from meshloom.exchange.reduction import Exact, Reduction
 from meshloom.graph.landing import Room
 
@@ -93,9 +93,9 @@ class AllReduce(Exchange):
         return
         yield
 
-    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        return {slice_.name: None if each is None else each.view(slice_.parameter.shape) for slice_, each in zip(self._owned, gradients, strict=True)}
-        yield
+    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+        for slice_, each in zip(self._owned, gradients, strict=True):
+            yield from give(slice_.name, None if each is None else each.view(slice_.parameter.shape))
 
     def bytes_per_step(self) -> dict[str, int]:
         return self._reduction.bytes_per_step(self._buckets.buckets)

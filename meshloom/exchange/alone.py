@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.turns import Steps
-from meshloom.exchange.exchange import Exchange, Slice
+from meshloom.exchange.exchange import Exchange, Give, Slice
 
 
 class Alone(Exchange):
@@ -62,9 +62,9 @@ class Alone(Exchange):
         return
         yield
 
-    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        return {slice_.name: None if each is None else each.view(slice_.parameter.shape) for slice_, each in zip(self._owned, gradients, strict=True)}
-        yield
+    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+        for slice_, each in zip(self._owned, gradients, strict=True):
+            yield from give(slice_.name, None if each is None else each.view(slice_.parameter.shape))
 
     def bytes_per_step(self) -> dict[str, int]:
         return {}

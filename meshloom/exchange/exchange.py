@@ -16,7 +16,7 @@ An exchange never waits in `begin_step` and `gradient_ready`, so that lockstep r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.graph.landing import Room
+
+Give = Callable[[str, Tensor | None], Steps[None]]  # takes a tensor by the name of its parameter; None: it was not used
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ class Exchange(ABC):
         """Make the owners' updated parameters visible on all ranks."""
 
     @abstractmethod
-    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        """Gather what `finish` returned into whole gradients by parameter name, on every rank: for inspection."""
+    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+        """Give what `finish` returned as whole gradients, one after another, on every rank: for inspection. At most a bucket of them is gathered at a time."""
 
     @abstractmethod
     def bytes_per_step(self) -> dict[str, int]:

@@ -13,13 +13,14 @@ replica with a larger share counts no more than others. A round can be ended ear
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.exchange.exchange import Give
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -61,6 +62,7 @@ class Rounds:
         for name, parameter in named:
             self._kinds.setdefault((parameter.dtype, name in apart), []).append((name, parameter))
         self._named = [pair for pairs in self._kinds.values() for pair in pairs]
+        self._parameters = dict(named)
         self._taken = 0  # steps of this round
         self._times = 0  # means taken
 
@@ -103,20 +105,17 @@ class Rounds:
         for (_, parameter), value in zip(self._named, own, strict=True):
             parameter.data.copy_(value)
 
-    def mean_gradients(self, gradients: Mapping[str, Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        """The plain mean over replicas of whole gradients by name, those that are None counting as zero: for inspection."""
-        found: dict[str, Tensor | None] = {}
-        for name, parameter in self._named:
-            mine = gradients[name]
-            flat = parameter.new_zeros(parameter.numel() + 1, requires_grad=False)
-            if mine is not None:
-                flat[:-1] = mine.to_dense().reshape(-1)
-                flat[-1] = 1
-            work = self._group.all_reduce(flat)
-            yield
-            work.wait()
-            found[name] = flat[:-1].div(self._group.size).view(parameter.shape) if bool(flat[-1]) else None
-        return {name: found[name] for name in gradients}
+    def give_mean(self, give: Give, name: str, gradient: Tensor | None) -> Steps[None]:
+        """Give the plain mean over replicas of a whole gradient, those that are None counting as zero: for inspection."""
+        parameter = self._parameters[name]
+        flat = parameter.new_zeros(parameter.numel() + 1, requires_grad=False)
+        if gradient is not None:
+            flat[:-1] = gradient.to_dense().reshape(-1)
+            flat[-1] = 1
+        work = self._group.all_reduce(flat)
+        yield
+        work.wait()
+        yield from give(name, flat[:-1].div(self._group.size).view(parameter.shape) if bool(flat[-1]) else None)
 
     def bytes_so_far(self) -> dict[str, int]:
         """Bytes that all means handed to collectives."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from meshloom.comm.turns import Steps
-from meshloom.exchange.exchange import Exchange, Slice
+from meshloom.exchange.exchange import Exchange, Give, Slice
 
 
 class Nothing(Exchange):
@@ -49,8 +49,8 @@ class Nothing(Exchange):
         return
         yield
 
-    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        return {}
+    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+        return
         yield
 
     def bytes_per_step(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ with a barrier in each step).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
 from meshloom.exchange.buckets import Bucket, GradientBuckets
-from meshloom.exchange.exchange import Exchange, Slice
-from meshloom.exchange.slices import OwnedSlices, Used, by_name, move_into_flat, share_of
+from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.slices import OwnedSlices, Used, give_bucket, move_into_flat, share_of
 from meshloom.graph.landing import Room
 
 
@@ -100,13 +101,15 @@ class Server(Exchange):
     def publish(self) -> Steps[None]:
         yield from self._pull(self._parameters)
 
-    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        whole = [torch.zeros_like(bucket.flat) for bucket in self._buckets.buckets]
+    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+        is_used = iter(self._is_used)
         shares = self._mine.shares(gradients, [pushed[0] for pushed in self._pushed])
-        for flat, share in zip(whole, shares, strict=False):  # workers have none
-            share_of(flat, self._group.rank, self._num_servers).copy_(share)
-        yield from self._pull(whole)
-        return by_name(self._buckets.buckets, whole, self._is_used)
+        for bucket, share in zip_longest(self._buckets.buckets, shares):  # workers have none
+            whole = torch.zeros_like(bucket.flat)
+            if share is not None:
+                share_of(whole, self._group.rank, self._num_servers).copy_(share)
+            yield from self._pull([whole])
+            yield from give_bucket(bucket, whole, is_used, give)
 
     def bytes_per_step(self) -> dict[str, int]:
         total = sum(bucket.num_bytes for bucket in self._buckets.buckets)

@@ -6,14 +6,15 @@ bucket       | head.weight   | head.bias | blocks.1...        | padding |
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
+from meshloom.comm.turns import Steps
 from meshloom.exchange.buckets import Bucket
-from meshloom.exchange.exchange import Slice
+from meshloom.exchange.exchange import Give, Slice
 
 
 class OwnedSlices:
@@ -77,13 +78,10 @@ def share_of(flat: Tensor, owner: int, num_owners: int) -> Tensor:
     return flat[owner * length : (owner + 1) * length]
 
 
-def by_name(buckets: Sequence[Bucket], flats: Sequence[Tensor], is_used: Sequence[bool]) -> dict[str, Tensor | None]:
-    """Whole gradients by parameter name, of flat ones laid out like the buckets. is_used: of every entry."""
-    entries = [(entry, flat) for bucket, flat in zip(buckets, flats, strict=True) for entry in bucket.entries]
-    return {
-        entry.name: flat[entry.start : entry.stop].view(entry.parameter.shape) if used else None
-        for (entry, flat), used in zip(entries, is_used, strict=True)
-    }
+def give_bucket(bucket: Bucket, flat: Tensor, is_used: Iterator[bool], give: Give) -> Steps[None]:
+    """Give the whole gradients in a flat one that is laid out like `bucket`. is_used: of every entry, beginning with its first."""
+    for entry in bucket.entries:
+        yield from give(entry.name, flat[entry.start : entry.stop].view(entry.parameter.shape) if next(is_used) else None)
 
 
 def move_into_flat(bucket: Bucket) -> Tensor:

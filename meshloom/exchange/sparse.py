@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
 from meshloom.errors import TrainingError
-from meshloom.exchange.exchange import Exchange, Slice
+from meshloom.exchange.exchange import Exchange, Give, Slice
 
 NOT_USED = -1
 
@@ -116,11 +116,10 @@ class WithSparse(Exchange):
         for work in works:
             work.wait()
 
-    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        found = yield from self._inner.full_gradients(gradients[: len(gradients) - len(self._mine)])
+    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+        yield from self._inner.each_gradient(gradients[: len(gradients) - len(self._mine)], give)
         for name, total in self._whole.items():
-            found[name] = total if total is None or name in self._kept else total.to_dense()
-        return found
+            yield from give(name, total if total is None or name in self._kept else total.to_dense())
 
     def bytes_per_step(self) -> dict[str, int]:
         return self._inner.bytes_per_step()
@@ -185,7 +184,7 @@ class WithSparse(Exchange):
         if owned.name not in self._kept:
             return total.to_dense().reshape(-1)[owned.start : owned.stop]
         if owned.whole:
-            return total.clone()  # clipping scales it, and `full_gradients` is before that
+            return total.clone()  # clipping scales it, and `each_gradient` is before that
         width = _width(owned.parameter)
         at = (total.indices()[0][:, None] * width + torch.arange(width, device=total.device)).reshape(-1)
         inside = (at >= owned.start) & (at < owned.stop)

@@ -22,8 +22,8 @@ from meshloom.comm.turns import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.copies import Copies, OneEach, segment
-from meshloom.exchange.exchange import Exchange, Slice
-from meshloom.exchange.slices import OwnedSlices, Used, by_name
+from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.slices import OwnedSlices, Used, give_bucket
 from meshloom.graph.landing import Room
 
 
@@ -111,14 +111,14 @@ class ZeroOne(Exchange):
     def publish(self) -> Steps[None]:
         yield from self._copies.publish()
 
-    def full_gradients(self, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
-        pieces = self._mine.shares(gradients, self._gradients)
-        whole = [torch.zeros_like(bucket.flat) for bucket in self._buckets.buckets]
-        works = [self._group.all_gather(flat, piece) for flat, piece in zip(whole, pieces, strict=True)]
-        yield
-        for work in works:
+    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+        is_used = iter(self._is_used)
+        for bucket, piece in zip(self._buckets.buckets, self._mine.shares(gradients, self._gradients), strict=True):
+            whole = torch.zeros_like(bucket.flat)
+            work = self._group.all_gather(whole, piece)
+            yield
             work.wait()
-        return by_name(self._buckets.buckets, whole, self._is_used)
+            yield from give_bucket(bucket, whole, is_used, give)
 
     def bytes_per_step(self) -> dict[str, int]:
         total = sum(bucket.num_bytes for bucket in self._buckets.buckets)

@@ -11,7 +11,6 @@ On other ranks only its shape is left, as a tensor on the meta device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -19,22 +18,18 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect
 from meshloom.state.model import replace_tensors
-from meshloom.state.shards import Shards
 
 
 class Homes:
     """Who holds what along pp, as one rank sees it.
 
-    holders: parameter or buffer -> ranks along pp that hold it, the owner first. group: the ranks along pp. team: all ranks of the replica, for
-    decisions (CPU tensors), in order of pp, then of tp.
+    holders: parameter or buffer -> ranks along pp that hold it, the owner first. group: the ranks along pp.
     """
 
-    def __init__(self, holders: Mapping[str, tuple[int, ...]], group: Group, team: Group) -> None:
+    def __init__(self, holders: Mapping[str, tuple[int, ...]], group: Group) -> None:
         self.holders = holders
         self._group = group
-        self._team = team
         self._first: dict[str, str] = {}  # every name of a tensor in the model -> the one that `holders` knows
 
     @property
@@ -111,23 +106,6 @@ class Homes:
             if parameter is not None:
                 parameter.detach().copy_(value)
 
-    def gather(
-        self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device, *, moves: bool
-    ) -> Steps[dict[str, Tensor | None]]:
-        """On the first rank of the replica: the owners' tensors, by the names of `like` and in their order; None where the owner has None.
-
-        like: shape and dtype of each, the same names on all ranks, but for None. moves: whether this rank takes part, as the first along tp does;
-        the others only agree on what there is. Elsewhere nothing comes of it.
-        """
-        there = yield from collect(self._team, [name for name in like if self.owns(name) and tensors.get(name) is not None])
-        present = {name for names in there for name in names}
-        if not moves:
-            return {}
-        found: dict[str, Tensor | None] = {}
-        for name, (shape, dtype) in like.items():
-            found[name] = (yield from self.bring(name, tensors.get(name), shape, dtype, device)) if name in present else None
-        return found if self.rank == 0 else {}
-
     def bring(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Steps[Tensor | None]:
         """The owner's tensor, on the first rank along pp; elsewhere nothing comes of it."""
         if self.owner(name) == 0:
@@ -157,11 +135,6 @@ class Homes:
         """What `lend` alone hands to sends."""
         return sum(each.nbytes * (len(self.holders[name]) - 1) for name, each in self._lent_here(parameters) if self.owns(name))
 
-    def bytes_of_gather(self, tensors: Mapping[str, Tensor | None], like: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
-        """What `gather` hands to sends here."""
-        mine = [like[name] for name, each in tensors.items() if each is not None and name in like and self.rank and self.owns(name)]
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in mine)
-
     def _lent_here(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
         """Of what this rank holds, what is trained and other ranks hold, too."""
         return [(name, parameters[name]) for name in self.lent if name in parameters and parameters[name].requires_grad]
@@ -170,8 +143,3 @@ class Homes:
 def held(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """What is there of named tensors: those that are more than a shape."""
     return {name: tensor for name, tensor in tensors if not tensor.is_meta}
-
-
-def shapes_of_tensors(named: Mapping[str, Tensor], shards: Shards) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Whole shape and dtype of each."""
-    return {name: (shards.whole_shape(name, tensor), tensor.dtype) for name, tensor in named.items()}

@@ -15,8 +15,10 @@ that is not finite never agrees.
 
 An optimizer that divides by the gradient's size turns rounding into a full step wherever a gradient is nothing but rounding
 (a bias before batch norm, the bias of attention keys), and what comes of it spreads: into running means, and through
-optimizers that look at a whole tensor into its other elements. So once the gradients of a step agree, one device is given the
-plan's to update with (`Reference.update`): then every element can be compared, and neither run drifts from the other.
+optimizers that look at a whole tensor into its other elements. So one device is given each of the plan's gradients that agrees
+plan's to update with, and goes on from the plan's parameters once they agree, too: then every element can be compared, and neither run drifts from the other.
+
+Tensors come one by one and are compared as they come: nobody keeps a step's gradients or parameters beside the model's own.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 
 from meshloom.plan import Plan
+from meshloom.verify.blocks import distance, norm, wide_blocks
 from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
 
 Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update"]
@@ -81,14 +84,11 @@ class Comparison:
 
 @dataclass(kw_only=True)
 class Comparer:
-    """Compares one step after another. `initial`: parameters before the first; `precision`: of the parameters."""
+    """Compares one step after another. `precision`: of the parameters."""
 
     plan: Plan
     precision: torch.dtype
-    initial: Mapping[str, Tensor]
-    _before: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
     _casts: set[Cast] = field(default_factory=set[Cast])
-    _drifted: bool = False  # whether an optimizer's casts have made the runs differ by more than rounding
 
     @property
     def casts(self) -> tuple[Cast, ...]:
@@ -98,44 +98,16 @@ class Comparer:
     def tolerance(self, one: Sequence[Cast] = (), *, updated: bool = False) -> float:
         """Of what is computed before (`updated=False`) or after the optimizer of a step runs, given the casts of that step on one device."""
         self._casts |= set(one)
-        low = [_TOLERANCES.get(getattr(torch, cast.dtype), 0.5) for cast in self._casts if updated or self._drifted or not cast.in_optimizer]
+        low = [_TOLERANCES.get(getattr(torch, cast.dtype), 0.5) for cast in self._casts if updated or not cast.in_optimizer]
         return max([_TOLERANCES[self.precision], *low])
 
-    def agree(self, ours: Gradients, one: Gradients, casts: Sequence[Cast] = ()) -> bool:
-        """Whether the averaged gradients of the next step agree, so that one side's may stand for the other's; `casts` on the way to them."""
-        return all(error.passed for error in _gradient_errors(ours, one, 0, self.tolerance(casts)))
-
-    def compare(self, ours: StepRecord, one: StepRecord) -> Comparison:
-        """Compare the next step."""
-        before, after = self.tolerance(one.casts), self.tolerance(updated=True)
-        errors = [
-            *_loss_errors(ours, one, before),
-            *_gradient_errors(ours.gradients, one.gradients, one.step, before),
-            *_buffer_errors(ours, one, before),
-            *self._parameter_errors(ours, one, after),
-        ]
-        self._before = ours.parameters, one.parameters
-        self._drifted |= any(error.error > _TOLERANCES[self.precision] for error in errors if error.kind == "update")
+    def compare(self, ours: StepRecord, one: StepRecord, of_tensors: Sequence[TensorError]) -> Comparison:
+        """The next step. of_tensors: the errors of its gradients, buffers and parameters, which were compared as they came."""
+        tolerance = self.tolerance(one.casts)
+        errors = [*_loss_errors(ours, one, tolerance), *of_tensors]
         facts = [*_facts(ours, one, self.plan)]
-        module = None if not facts and all(error.passed for error in errors) else _first_module(ours, one, errors, before, self.plan)
+        module = None if not facts and all(error.passed for error in errors) else _first_module(ours, one, errors, tolerance, self.plan)
         return Comparison(step=one.step, loss=(ours.loss, one.loss), errors=errors, facts=facts, first_module=module)
-
-    def _parameter_errors(self, ours: StepRecord, one: StepRecord, tolerance: float) -> Iterator[TensorError]:
-        before, one_before = self._before or (self.initial, self.initial)
-        updates = {name: _wide(one.parameters[name]) - _wide(one_before[name]) for name in one.parameters}
-        largest, largest_update = _largest(one.parameters), _largest(updates)
-        for name, b in one.parameters.items():
-            a = ours.parameters.get(name)
-            if a is None or a.shape != b.shape:
-                yield TensorError(name=name, kind="parameter", step=one.step, error=math.inf, tolerance=tolerance, elements=b.numel())
-                continue
-            error = _error(a, b, FLOOR * largest)
-            yield TensorError(name=name, kind="parameter", step=one.step, error=error, tolerance=tolerance, elements=b.numel())
-            # Subtracting two parameters shows the rounding of both: half a unit each, for the plan and for one device.
-            size = max(_norm(updates[name]), FLOOR * largest_update)
-            rounding = 2 * torch.finfo(b.dtype).eps * _norm(b) / size if size and b.is_floating_point() else 0.0
-            error = _error(_wide(a) - _wide(before[name]), updates[name], FLOOR * largest_update)
-            yield TensorError(name=name, kind="update", step=one.step, error=error, tolerance=tolerance + rounding, elements=b.numel())
 
 
 def _loss_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterator[TensorError]:
@@ -146,56 +118,120 @@ def _loss_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterato
         yield TensorError(name="gradient norm", kind="norm", step=one.step, error=error, tolerance=tolerance)
 
 
-def _gradient_errors(ours: Gradients, one: Gradients, step: int, tolerance: float) -> Iterator[TensorError]:
-    largest = _largest(one)
-    for name in dict.fromkeys([*one, *ours]):
-        error = gradient_error(ours, one, name, largest) if name in one and name in ours else math.inf
-        b = one.get(name)
+class GradientErrors:
+    """Errors of one step's averaged gradients, which come one by one. one: one device's, by name, which may change once they are compared."""
+
+    def __init__(self, one: Gradients, step: int, tolerance: float) -> None:
+        self.norms = {name: norm(each) for name, each in one.items() if each is not None}
+        self._one = one
+        self._step = step
+        self._tolerance = tolerance
+        self._largest = max(self.norms.values(), default=0.0)
+        self._found: dict[str, TensorError] = {}
+
+    def take(self, name: str, ours: Tensor | None) -> TensorError:
+        """The plan's next one."""
+        one = self._one.get(name)
         # A gradient that is small because large terms cancel carries their rounding: some units of the largest gradient.
-        size = max(_norm(b), FLOOR * largest) if b is not None else 0.0
-        rounding = ROUNDING_UNITS * torch.finfo(b.dtype).eps * largest / size if b is not None and size else 0.0
-        yield TensorError(name=name, kind="gradient", step=step, error=error, tolerance=tolerance + rounding, elements=0 if b is None else b.numel())
+        size = max(self.norms.get(name, 0.0), FLOOR * self._largest)
+        rounding = ROUNDING_UNITS * torch.finfo(one.dtype).eps * self._largest / size if one is not None and size else 0.0
+        self._found[name] = self._made(name, self._error(name, ours, one, size), self._tolerance + rounding)
+        return self._found[name]
+
+    def errors(self) -> list[TensorError]:
+        """Of all; infinite if the plan's has not come."""
+        return [self._found.get(name) or self._made(name, math.inf, self._tolerance) for name in dict.fromkeys([*self._one, *self._found])]
+
+    def _error(self, name: str, ours: Tensor | None, one: Tensor | None, size: float) -> float:
+        if name not in self._one:
+            return math.inf
+        if ours is None or one is None:
+            return 0.0 if ours is one else math.inf
+        if ours.is_sparse and one.is_sparse:
+            ours, one = ours.coalesce(), one.coalesce()
+            if ours.shape != one.shape or not torch.equal(ours.indices().to(one.device), one.indices()):
+                return math.inf  # SparseAdam updates the rows that were used
+            ours, one = ours.values(), one.values()
+        if not all(bool(block.isfinite().all()) for block in wide_blocks(one.to_dense())):
+            return math.inf
+        return _error(ours.to_dense(), one.to_dense(), size)
+
+    def _made(self, name: str, error: float, tolerance: float) -> TensorError:
+        one = self._one.get(name)
+        return TensorError(name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, elements=0 if one is None else one.numel())
 
 
-def gradient_error(ours: Gradients, one: Gradients, name: str, largest: float | None = None) -> float:
-    """Error of one gradient; infinite if one side alone is None. `largest`: largest norm in `one`, if known already."""
-    a, b = ours.get(name), one.get(name)
-    if a is None or b is None:
-        return 0.0 if a is b else math.inf
-    if a.is_sparse and b.is_sparse and not _same_rows(a, b):
-        return math.inf
-    a, b = a.to_dense(), b.to_dense()
-    if not bool(b.isfinite().all()):
-        return math.inf
-    return _error(a, b, FLOOR * (_largest(one) if largest is None else largest))
+class StateErrors:
+    """Errors of one step's parameters, of their updates and of its buffers, which come one by one.
+
+    parameters, buffers: one device's after the step, by name. before: its parameters before the update, which are the plan's, too.
+    tolerance: of buffers. updated: of what the optimizer made.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        before: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        *,
+        step: int,
+        tolerance: float,
+        updated: float,
+    ) -> None:
+        self._parameters = parameters
+        self._buffers = buffers
+        self._step = step
+        self._tolerance, self._updated = tolerance, updated
+        self._norms = {name: norm(each) for name, each in parameters.items()}
+        self._updates = {name: _norm_of_difference(each, before[name]) for name, each in parameters.items()}
+        self._largest = max(self._norms.values(), default=0.0)
+        self._largest_update = max(self._updates.values(), default=0.0)
+        self._largest_buffer = max((norm(each) for each in buffers.values() if _has_fractions(each)), default=0.0)
+        self._found: dict[str, list[TensorError]] = {}
+
+    def take(self, name: str, ours: Tensor) -> list[TensorError]:
+        """The plan's next one."""
+        if name in self._parameters:
+            self._found[name] = self._of_parameter(name, ours)
+        elif name in self._buffers:
+            self._found[name] = [self._made(name, "buffer", self._of_buffer(name, ours), self._tolerance)]
+        return self._found.get(name, [])
+
+    def errors(self) -> list[TensorError]:
+        """Of all of one device's; infinite if the plan's has not come."""
+        of_buffers = [self._found.get(name) or [self._made(name, "buffer", math.inf, self._tolerance)] for name in self._buffers]
+        of_parameters = [self._found.get(name) or [self._made(name, "parameter", math.inf, self._updated)] for name in self._parameters]
+        return [error for errors in (*of_buffers, *of_parameters) for error in errors]
+
+    def _of_parameter(self, name: str, ours: Tensor) -> list[TensorError]:
+        one = self._parameters[name]
+        error = _error(ours, one, max(self._norms[name], FLOOR * self._largest))
+        if ours.shape != one.shape:
+            return [self._made(name, "parameter", error, self._updated)]
+        # Subtracting two parameters shows the rounding of both: half a unit each, for the plan and for one device.
+        size = max(self._updates[name], FLOOR * self._largest_update)
+        rounding = 2 * torch.finfo(one.dtype).eps * self._norms[name] / size if size and one.is_floating_point() else 0.0
+        return [self._made(name, "parameter", error, self._updated), self._made(name, "update", _error(ours, one, size), self._updated + rounding)]
+
+    def _of_buffer(self, name: str, ours: Tensor) -> float:
+        one = self._buffers[name]
+        if _has_fractions(one):
+            return _error(ours, one, max(norm(one), FLOOR * self._largest_buffer))
+        return 0.0 if torch.equal(ours.to(one.device), one) else math.inf
+
+    def _made(self, name: str, kind: Kind, error: float, tolerance: float) -> TensorError:
+        one = self._buffers[name] if kind == "buffer" else self._parameters[name]
+        return TensorError(name=name, kind=kind, step=self._step, error=error, tolerance=tolerance, elements=one.numel())
 
 
-def _same_rows(a: Tensor, b: Tensor) -> bool:
-    """Whether sparse gradients say of the same rows that they were used: those are what SparseAdam updates."""
-    return a.shape == b.shape and torch.equal(a.coalesce().indices(), b.coalesce().indices())
+def _error(ours: Tensor, one: Tensor, size: float) -> float:
+    return _ratio(distance(ours, one), size) if ours.shape == one.shape else math.inf
 
 
-def _buffer_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterator[TensorError]:
-    largest = _largest({name: buffer for name, buffer in one.buffers.items() if _has_fractions(buffer)})
-    for name, b in one.buffers.items():
-        a = ours.buffers.get(name)
-        if a is None:
-            error = math.inf
-        elif _has_fractions(b):
-            error = _error(a, b, FLOOR * largest)
-        else:
-            error = 0.0 if torch.equal(a, b) else math.inf
-        yield TensorError(name=name, kind="buffer", step=one.step, error=error, tolerance=tolerance, elements=b.numel())
-
-
-def _error(a: Tensor, b: Tensor, floor: float) -> float:
-    if a.shape != b.shape:
-        return math.inf
-    a, b = _wide(a), _wide(b)
-    odd = ~(a.isfinite() & b.isfinite())
-    if not bool(((a == b) | (a.isnan() & b.isnan()))[odd].all()):
-        return math.inf
-    return _ratio(float((a - b).masked_fill(odd, 0.0).norm()), max(_norm(b), floor))
+def _norm_of_difference(after: Tensor, before: Tensor) -> float:
+    """Of what is finite in it."""
+    blocks = zip(wide_blocks(after), wide_blocks(before), strict=True)
+    return math.sqrt(sum(float(torch.nan_to_num(a - b, 0.0, 0.0, 0.0).square().sum()) for a, b in blocks))
 
 
 def _ratio(difference: float, size: float) -> float:
@@ -206,21 +242,6 @@ def _ratio(difference: float, size: float) -> float:
 
 def _has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """In float64; of complex numbers real and imaginary part, as each may be infinite by itself."""
-    dense = tensor.to_dense()
-    return (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double()
-
-
-def _norm(tensor: Tensor) -> float:
-    """Of what is finite."""
-    return float(torch.nan_to_num(_wide(tensor), 0.0, 0.0, 0.0).norm())
-
-
-def _largest(tensors: Mapping[str, Tensor | None]) -> float:
-    return max((_norm(tensor) for tensor in tensors.values() if tensor is not None), default=0.0)
 
 
 def _facts(ours: StepRecord, one: StepRecord, plan: Plan) -> Iterator[str]:

@@ -218,10 +218,8 @@ def _from_norm(comparison: Comparison, ours: StepRecord, one: StepRecord, eviden
     if not comparison.failed("norm") or norm is None or not right:
         return []
     of = f"The gradients agree, but their norm, by which they are clipped, is {norm:.6g} instead of {right:.6g}"
-    names = [name for name in evidence.tied if one.gradients.get(name) is not None]
-    tied = sum(
-        len(evidence.tied[name]) * float(each.to_dense().double().square().sum()) for name in names if (each := one.gradients[name]) is not None
-    )
+    names = [name for name in evidence.tied if name in evidence.norms]
+    tied = sum(len(evidence.tied[name]) * evidence.norms[name] ** 2 for name in names)
     if tied and math.isclose(norm, math.sqrt(right**2 + tied), rel_tol=1e-4):
         return [Cause("tied", f"{of}: tied parameters ({_names(names)}) are counted once per name.")]
     if any(math.isclose(norm, factor * right, rel_tol=1e-4) for factor in (evidence.plan.dp, math.sqrt(evidence.plan.dp)) if factor > 1):
@@ -233,7 +231,7 @@ def _from_norm(comparison: Comparison, ours: StepRecord, one: StepRecord, eviden
 def _from_update(comparison: Comparison, one: StepRecord, evidence: Evidence, earlier: Sequence[Comparison]) -> list[Cause]:
     """Gradients and norm agree but the parameters do not."""
     wrong = {*comparison.failed("update"), *comparison.failed("parameter")}
-    names = [name for name in one.parameters if name in wrong]
+    names = list(dict.fromkeys(error.name for error in comparison.errors if error.name in wrong))
     if not names:
         return []
     untrained = [name for name in names if one.gradients.get(name) is None]

@@ -1,24 +1,34 @@
-"""Holds the records of a plan's run against one device, step by step: compares, and asks for the cause when something differs."""
+"""Holds the steps of a plan against one device, tensor by tensor as they come, and asks for the cause when something differs.
+
+A step, in order; only numbers are kept of it:
+
+    begin       one device computes its gradients
+    gradient    each of the plan's is compared, and takes the place of one device's if they agree
+    update      one device updates
+    state       each parameter and buffer of the plan's is compared, and parameters that agree take the place of one device's
+    end         what else the step was, and the verdict
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from meshloom.verify.compare import Comparer, Comparison
+from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
 from meshloom.verify.diagnose import diagnose
-from meshloom.verify.mistakes import Cause
+from meshloom.verify.mistakes import Cause, Evidence, thinned
 from meshloom.verify.records import StepRecord
-from meshloom.verify.reference import Reference
+from meshloom.verify.reference import Gradients, Reference
 from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What came of holding records against a reference. whole: None if the whole batch does not fit in the device's memory."""
+    """What came of holding a plan against a reference. whole: None if the whole batch does not fit in the device's memory."""
 
     steps: Sequence[Comparison]
     causes: Sequence[Cause]
@@ -26,22 +36,65 @@ class Found:
     comparer: Comparer
 
 
-def hold_against(reference: Reference, records: Iterable[StepRecord]) -> Found:
-    """Compare each record with the reference's next step; the causes are those of the first step that differs."""
-    comparer = Comparer(plan=reference.plan, precision=reference.precision, initial=reference.initial)
-    steps: list[Comparison] = []
-    causes: list[Cause] = []
-    whole: WholeBatch | None = None
-    previous: StepRecord | None = None
-    for ours in records:
+class Holding:
+    """Steps of a plan held against those of `reference`, which it runs."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._comparer = Comparer(plan=reference.plan, precision=reference.precision)
+        self._steps: list[Comparison] = []
+        self._causes: list[Cause] = []
+        self._whole: WholeBatch | None = None
+        self._previous: Gradients | None = None  # thinned
+        self._gradients: GradientErrors
+        self._state: StateErrors
+        self._one: StepRecord
+        self._evidence: Evidence
+        self.thinned: Gradients = {}  # of the plan's gradients in this step
+
+    def begin(self) -> None:
+        """A new step: one device's forward and backward."""
+        reference = self._reference
         reference.run()
-        one = reference.update(ours.gradients if comparer.agree(ours.gradients, reference.gradients, reference.casts) else None)
-        comparison = comparer.compare(ours, one)
-        if not comparison.passed and all(step.passed for step in steps):
-            causes = diagnose(comparison, ours, one, reference.evidence(previous), steps)
-        if not steps:
+        tolerance = self._comparer.tolerance(reference.casts)
+        if not self._steps:
             with suppress(torch.OutOfMemoryError):  # microbatches may be there because the whole batch does not fit
-                whole = compare_whole_batch(reference, one, comparer.tolerance())
-        steps.append(comparison)
-        previous = one
-    return Found(steps=steps, causes=causes, whole=whole, comparer=comparer)
+                self._whole = compare_whole_batch(reference, tolerance)
+        self._gradients = GradientErrors(reference.gradients, reference.number, tolerance)
+        self.thinned = {}
+
+    def gradient(self, name: str, ours: Tensor | None) -> None:
+        """The plan's next averaged gradient; nothing of it is kept."""
+        self.thinned[name] = None if ours is None else thinned(ours)
+        if self._gradients.take(name, ours).passed:
+            self._reference.take_gradient(name, ours)
+
+    def update(self) -> None:
+        """All gradients have come: one device updates. If some differ, why is looked for now, while its parameters are those that they are of."""
+        reference = self._reference
+        self._evidence = reference.facts(self._gradients.norms, self._previous)
+        if not all(error.passed for error in self._gradients.errors()) and all(step.passed for step in self._steps):
+            self._evidence = reference.evidence(self._evidence)
+        self._one = reference.update()
+        self._state = StateErrors(
+            reference.parameters, reference.before, dict(reference.model.named_buffers()), step=self._one.step,
+            tolerance=self._comparer.tolerance(self._one.casts), updated=self._comparer.tolerance(updated=True),
+        )  # fmt: skip
+
+    def state(self, name: str, ours: Tensor) -> None:
+        """The plan's next parameter or buffer after the step; nothing of it is kept."""
+        if all(error.passed for error in self._state.take(name, ours)) and name in self._reference.parameters:
+            self._reference.take_parameter(name, ours)
+
+    def end(self, ours: StepRecord) -> None:
+        """All has come; `ours`: what else the plan's step was."""
+        of_tensors = [*self._gradients.errors(), *self._state.errors()]
+        comparison = self._comparer.compare(ours, self._one, of_tensors)
+        if not comparison.passed and all(step.passed for step in self._steps):
+            self._causes = diagnose(comparison, ours, self._one, self._evidence, self._steps)
+        self._steps.append(comparison)
+        self._previous = dict(self._one.gradients)
+
+    def found(self) -> Found:
+        """Of all steps so far."""
+        return Found(steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer)

@@ -33,10 +33,15 @@ class Merging:
         self._read: dict[str, set[str]] = {}  # buffer -> the others that what is written to it depends on
         self._tied: list[set[str]] = []
 
-    def now(self) -> Buffers:
-        """Copies of the buffers' values."""
+    def now(self, known: Mapping[str, Tensor] | None = None) -> Buffers:
+        """Copies of the buffers' values. known: earlier copies, which stand for what has not changed."""
         found = {name: vars(module)["_buffers"][key] for name, (module, key) in self._places.items()}
-        return {name: value.detach().clone() for name, value in found.items() if value is not None}
+        known = known or {}
+        return {
+            name: known[name] if name in known and _same(known[name], value) else value.detach().clone()
+            for name, value in found.items()
+            if value is not None
+        }
 
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Give the buffers these values; one of another shape by a new tensor."""

@@ -11,7 +11,7 @@ f_c = 1/W for all c. On dp replicas with m microbatches, for example:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -46,9 +46,10 @@ class ChunkGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the failing step says when one device runs it again, chunk by chunk. All gradients are thinned.
+    """What the failing step says, and when its gradients differ also when one device runs it again, chunk by chunk. All gradients are thinned.
 
-    replica_norms, chunk_norms: 2-norm of the whole gradient sum of each replica, and of each of `chunks`.
+    norms: 2-norm of the averaged gradient of each parameter that has one.
+    replica_norms, chunk_norms: 2-norm of the whole gradient sum of each replica, and of each of `chunks`, for jobs that clip.
     unsynchronised: averaged gradients with each replica's own batch statistics; None where that is what the plan says.
     chained: averaged gradients when a replica's chunks read the buffers that the one before wrote; None without buffers.
     previous: averaged gradients of the step before; None in the first.
@@ -57,9 +58,10 @@ class Evidence:
     """
 
     plan: Plan
-    chunks: Sequence[ChunkGradients]
-    replica_norms: Mapping[int, float]
-    chunk_norms: Sequence[float]
+    norms: Mapping[str, float]
+    chunks: Sequence[ChunkGradients] = ()
+    replica_norms: Mapping[int, float] = field(default_factory=dict[int, float])
+    chunk_norms: Sequence[float] = ()
     unsynchronised: Gradients | None = None
     chained: Gradients | None = None
     previous: Gradients | None = None
@@ -86,10 +88,10 @@ def thin(gradients: Gradients) -> dict[str, Tensor | None]:
 
 
 def thinned(tensor: Tensor) -> Tensor:
-    """See `thin`."""
+    """See `thin`; memory of its own."""
     dense = tensor.to_dense()
     flat = torch.view_as_real(dense).reshape(-1) if dense.is_complex() else dense.reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // ELEMENTS))].detach().to("cpu", torch.float64)
+    return flat[:: max(1, -(-flat.numel() // ELEMENTS))].detach().to("cpu", torch.float64, copy=True)
 
 
 def mistakes(evidence: Evidence, everything: bool) -> Iterator[Mistake]:

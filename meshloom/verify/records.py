@@ -75,8 +75,8 @@ class StepRecord:
 
     loss, weight: global mean, and what it was divided by.
     gradient_norm: 2-norm of the whole gradient before clipping.
-    gradients: by parameter name, full shape, averaged, not clipped; None where nothing used the parameter. On the CPU.
-    buffers, parameters: by name, after the update. On the CPU.
+    gradients: by parameter name, averaged, not clipped, thinned (`mistakes.py`); None where nothing used the parameter. Whole tensors are compared
+    as they come, and nobody keeps them.
     chunks: of all replicas, in order of their index; empty ones may be left out.
     replicas: a digest of each replica's parameters after the update.
     casts: reductions of precision that were seen.
@@ -87,8 +87,6 @@ class StepRecord:
     weight: float
     gradient_norm: float | None
     gradients: Mapping[str, Tensor | None]
-    buffers: Mapping[str, Tensor]
-    parameters: Mapping[str, Tensor]
     chunks: Sequence[ChunkRecord]
     replicas: Sequence[str] = ()
     casts: Sequence[Cast] = ()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -29,6 +29,7 @@ from meshloom.errors import JobError
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, seed_everything
+from meshloom.verify.blocks import wide_blocks
 from meshloom.verify.merging import Merging
 from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
 from meshloom.verify.precision import convert, convert_model, default_dtype
@@ -91,17 +92,32 @@ class Reference:
             schedulers = job.scheduler(built) if job.scheduler else []
             self._schedulers = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
             self._batches = read_batches(job)
+        self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self._merging = Merging(self.model)
         self.precision = _precision(self.model)
         self._watch = ModuleWatch(self.model)
         self._casts = CastWatch(self.precision, self._watch)
         self._number = -1  # of the last step
         self._samples: list[Any] = []
-        self._chunks: list[ChunkRecord] = []
+        self.chunks: list[ChunkRecord] = []
         self._loss_sum = self._weight = self._norm = 0.0
-        self.gradients: Gradients = {}
-        self._before: dict[str, Tensor] = {}
-        self.initial = _on_cpu(dict(self.model.named_parameters()))
+        self._found: dict[str, Tensor] = {}  # buffers, and parameters that are not trained, as the last step found them
+        self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
+
+    @property
+    def gradients(self) -> Gradients:
+        """Of every trainable parameter after `run`, averaged: the model's own, not copies."""
+        return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @property
+    def number(self) -> int:
+        """Of the last step."""
+        return self._number
+
+    @property
+    def loss(self) -> float:
+        """Of the last step's global batch."""
+        return self._loss_sum / self._weight
 
     @property
     def tied(self) -> dict[str, list[str]]:
@@ -118,21 +134,17 @@ class Reference:
         """Reductions of precision in the newest `run`."""
         return self._casts.casts
 
-    def step(self) -> StepRecord:
-        """Run the next step. Raises `DataError` when there is no data."""
-        self.run()
-        return self.update()
-
     def run(self) -> None:
-        """The first half of a step: forward and backward of all chunks; afterwards `gradients` has the average."""
+        """The first half of a step: forward and backward of all chunks; afterwards `gradients` has the average. Raises `DataError` when there is no data."""
         with preserved_draws(), self._watch.attached():
             self._samples = next(self._batches)
             self._number += 1
             for module, training in self._modes:
                 module.training = training
-            self._before = {name: value.detach().clone() for name, value in self._state()}
+            self.before = {}
+            self._found = {name: value.detach().clone() for name, value in self._untrained()}
             self._casts = CastWatch(self.precision, self._watch)
-            self._chunks = []
+            self.chunks = []
             self._loss_sum = self._weight = 0.0
             self.model.zero_grad(set_to_none=True)
             start = self._merging.now()
@@ -140,26 +152,35 @@ class Reference:
             for share in self._cut(self._samples):
                 self._merging.put(start)
                 ran = self._run(share)
-                wrote.append((share, self._merging.now()))
+                wrote.append((share, self._merging.now(start)))
                 self._loss_sum, self._weight = self._loss_sum + ran.loss_sum, self._weight + ran.weight
-                self._chunks += self._chunk_records(share, ran)
+                self.chunks += self._chunk_records(share, ran)
             self._divide(self._weight)
             self._merging.put(self._merging.merge(start, wrote, self._buffers_after))
-            self.gradients = _on_cpu(self._gradients())
             self._norm = _norm(self.gradients)
 
-    def update(self, gradients: Mapping[str, Tensor | None] | None = None) -> StepRecord:
-        """The second half: clip, optimizer, scheduler; the record of the whole step. `gradients`: to be used instead of its own."""
-        if gradients is not None:
-            for name, parameter in self.model.named_parameters():
-                given = gradients.get(name)
-                parameter.grad = None if given is None else given.to(parameter.device, parameter.dtype, copy=True)
+    def take_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Go on with this gradient in place of its own, which it equals up to rounding."""
+        parameter = self.parameters[name]
+        if parameter.grad is not None and gradient is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = gradient.detach().to(parameter.device, parameter.dtype, copy=True)
+            else:
+                parameter.grad.copy_(gradient.to_dense())
+
+    def take_parameter(self, name: str, value: Tensor) -> None:
+        """Go on with this value in place of its own, which it equals up to rounding."""
+        self.parameters[name].detach().copy_(value)
+
+    def update(self) -> StepRecord:
+        """The second half: clip, optimizer, scheduler; the record of the whole step."""
+        gradients = thin(self.gradients)
+        self.before = {name: self._found[name] if name in self._found else each.detach().clone() for name, each in self.parameters.items()}
         if self.job.clip_grad_norm is not None:
-            factor = min(1.0, self.job.clip_grad_norm / (_norm(self._gradients()) + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+            factor = min(1.0, self.job.clip_grad_norm / (_norm(self.gradients) + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad * factor
-        loss = self._loss_sum / self._weight
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
             for optimizer in self._optimizers:
@@ -169,69 +190,74 @@ class Reference:
                     optimizer.step()
                 casts += in_optimizer.casts
             for scheduler in self._schedulers:
-                scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+                scheduler.step(self.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+        self.model.zero_grad(set_to_none=True)
         return StepRecord(
             step=self._number,
-            loss=loss,
+            loss=self.loss,
             weight=self._weight,
             gradient_norm=self._norm,
-            gradients=self.gradients,
-            buffers=_on_cpu(dict(self.model.named_buffers())),
-            parameters=_on_cpu(dict(self.model.named_parameters())),
-            chunks=self._chunks,
+            gradients=gradients,
+            chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)),
         )
 
-    def whole_batch(self) -> StepRecord:
-        """The last step's loss, gradients and module outputs with the whole batch as one chunk; nothing is updated."""
-        with self._again():
+    @contextmanager
+    def whole_batch(self) -> Iterator[tuple[Gradients, StepRecord]]:
+        """Between `run` and `update`, the step's batch as one chunk: the averaged gradients by chunks, and the record of it, while `gradients` are its own."""
+        with self._again() as chunked:
             share = Share(key=0, samples=self._samples, members=[(0, self._samples)])
             ran = self._run(share)
             self._divide(ran.weight)
-            return StepRecord(
-                step=self._number,
-                loss=ran.loss_sum / ran.weight,
-                weight=ran.weight,
-                gradient_norm=None,
-                gradients=_on_cpu(self._gradients()),
-                buffers=_on_cpu(dict(self.model.named_buffers())),
-                parameters={},
-                chunks=list(self._chunk_records(share, ran)),
+            yield (
+                chunked,
+                StepRecord(
+                    step=self._number,
+                    loss=ran.loss_sum / ran.weight,
+                    weight=ran.weight,
+                    gradient_norm=None,
+                    gradients={},
+                    chunks=list(self._chunk_records(share, ran)),
+                ),
             )
 
-    def evidence(self, previous: StepRecord | None = None) -> Evidence:
-        """The last step again, chunk by chunk and in ways that would be wrong, to find out what another run did. `previous`: the step before."""
+    def facts(self, norms: Mapping[str, float], previous: Gradients | None = None) -> Evidence:
+        """What is known without running anything again. norms: of the step's averaged gradients. previous: those of the step before, thinned."""
+        return Evidence(plan=self.plan, norms=norms, previous=previous, tied=self.tied, clip=self.job.clip_grad_norm)
+
+    def evidence(self, facts: Evidence) -> Evidence:
+        """Between `run` and `update`, the step again, chunk by chunk and in ways that would be wrong, to find out what another run did."""
         chunks: list[ChunkGradients] = []
         chunk_norms: list[float] = []
-        of_replica: dict[int, dict[str, Tensor]] = {}
+        replica_norms: dict[int, float] = {}
+        sums: dict[str, Tensor] = {}
         with self._again():
             for share in self._cut(self._samples):
-                self._restore(buffers_only=True)
+                self._restore()
                 self.model.zero_grad(set_to_none=True)
                 ran = self._run(share)
-                gradients = self._gradients()
+                gradients = self.gradients
                 indices = [index for index, _ in share.members]
                 chunks.append(ChunkGradients(chunks=indices, weight=ran.weight, gradients=thin(gradients)))
+                if facts.clip is None:
+                    continue
                 chunk_norms.append(_norm(gradients))
-                mine = of_replica.setdefault(indices[0] // self.plan.microbatches, {})
-                for name, each in gradients.items():
-                    if each is not None:
-                        mine[name] = mine[name] + each if name in mine else each
+                replica = indices[0] // self.plan.microbatches
+                before = sums if replica in replica_norms else {}  # chunks of a replica follow each other
+                sums = {name: before[name] + each if name in before else each for name, each in gradients.items() if each is not None}
+                replica_norms[replica] = _norm(sums)
         has_buffers = next(self.model.buffers(), None) is not None
-        return Evidence(
-            plan=self.plan,
+        return replace(
+            facts,
             chunks=chunks,
             chunk_norms=chunk_norms,
-            replica_norms={replica: _norm(sums) for replica, sums in of_replica.items()},
-            unsynchronised=thin(self.gradients_of(synchronised=False)) if self.plan.sync_batch_norm else None,
-            chained=thin(self.gradients_of(chained=True)) if has_buffers and self.plan.num_chunks > 1 else None,
-            previous=thin(previous.gradients) if previous else None,
-            tied=self.tied,
-            clip=self.job.clip_grad_norm,
+            replica_norms=replica_norms,
+            unsynchronised=self.gradients_of(synchronised=False) if self.plan.sync_batch_norm else None,
+            chained=self.gradients_of(chained=True) if has_buffers and self.plan.num_chunks > 1 else None,
         )
 
     def gradients_of(self, *, synchronised: bool = True, chained: bool = False) -> Gradients:
-        """The last step's averaged gradients, computed in a way that would be wrong.
+        """The step's averaged gradients, thinned, computed in a way that would be wrong; between `run` and `update`.
 
         synchronised=False: batch statistics of each replica's own samples, whatever the plan says.
         chained: every chunk of a replica reads the buffers that the one before wrote, instead of those of before the step.
@@ -242,10 +268,10 @@ class Reference:
             for share in self._cut(self._samples, synchronised):
                 if not chained or share.members[0][0] // m != replica:
                     replica = share.members[0][0] // m
-                    self._restore(buffers_only=True)
+                    self._restore()
                 weight += self._run(share).weight
             self._divide(weight)
-            return self._gradients()
+            return thin(self.gradients)
 
     def _cut(self, samples: Sequence[Any], synchronised: bool = True) -> Iterator[Share]:
         """Non-empty shares in order of execution.
@@ -342,34 +368,35 @@ class Reference:
     def _divide(self, weight: float) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad = parameter.grad / weight
+                average = parameter.grad / weight
+                parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
-    def _gradients(self) -> Gradients:
-        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        return {name: None if parameter.grad is None else _copy(parameter.grad) for name, parameter in named}
-
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.named_parameters()
+    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """What a forward may change: buffers, and parameters that no optimizer does (a teacher's)."""
+        yield from ((name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad)
         yield from self.model.named_buffers()
 
-    def _restore(self, buffers_only: bool = False) -> None:
+    def _restore(self) -> None:
         with torch.no_grad():
-            for name, value in self.model.named_buffers() if buffers_only else self._state():
-                value.copy_(self._before[name])
+            for name, value in self._untrained():
+                value.copy_(self._found[name])
 
     @contextmanager
-    def _again(self) -> Iterator[None]:
-        """Inside, parameters and buffers are those of before the last step; afterwards all is as it was."""
-        after = {name: value.detach().clone() for name, value in self._state()}
+    def _again(self) -> Iterator[Gradients]:
+        """Inside, all is as before the last step's forward, and the gradients that it came to are set aside; afterwards all is as it was."""
+        after = {name: value.detach().clone() for name, value in self._untrained()}
+        gradients = self.gradients
         with preserved_draws(), self._watch.attached():
             try:
                 self._restore()
                 self.model.zero_grad(set_to_none=True)
-                yield
+                yield gradients
             finally:
                 with torch.no_grad():
-                    for name, value in self._state():
+                    for name, value in self._untrained():
                         value.copy_(after[name])
+                for name, gradient in gradients.items():
+                    self.parameters[name].grad = gradient
 
 
 def _split(num_samples: int, parts: int) -> list[int]:
@@ -387,13 +414,7 @@ def _as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
 def _norm(gradients: Mapping[str, Tensor | None]) -> float:
     """2-norm of the whole gradient, in float64: in float32 it is off by 4e-4 for ten million elements."""
     elements = [each.coalesce().values() if each.is_sparse else each for each in gradients.values() if each is not None]
-    flat = [torch.view_as_real(each) if each.is_complex() else each for each in elements]
-    return math.sqrt(sum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in flat))
-
-
-def _copy(gradient: Tensor) -> Tensor:
-    """Of a sparse one each row once."""
-    return gradient.detach().coalesce().clone() if gradient.is_sparse else gradient.detach().clone()
+    return math.sqrt(sum(float(block.square().sum()) for each in elements for block in wide_blocks(each)))
 
 
 def _make_dense(optimizer: torch.optim.Optimizer) -> None:
@@ -407,8 +428,3 @@ def _precision(model: nn.Module) -> torch.dtype:
     """The most precise floating-point dtype among the parameters."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.get_default_dtype())
-
-
-def _on_cpu(tensors: Any) -> Any:
-    """Copies that later steps do not change; None stays."""
-    return {name: None if value is None else value.detach().to("cpu", copy=True) for name, value in tensors.items()}

@@ -6,7 +6,7 @@ were given and what came out. Rank 0 collects the notes, runs the same step on o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ from meshloom.state.homes import held
 from meshloom.state.model import build_model, check_dense_buffers, state_of
 from meshloom.state.samples import first_batches
 from meshloom.trainer import Trainer
-from meshloom.verify.hold import hold_against
+from meshloom.verify.hold import Holding
 from meshloom.verify.mistakes import Cause
 from meshloom.verify.nodes import first_difference
 from meshloom.verify.precision import default_dtype
@@ -63,16 +63,14 @@ def verify(
     ) as trainer:  # fmt: skip
         check_dense_buffers(trainer.replicas[0].model, "only dense buffers are compared")
         owned = trainer.together(_owned)[0]
-        records = _plan_steps(trainer, dtype)
-        if not trainer.world.main:
-            for _ in records:
-                pass
+        holding = Holding(Reference(job, keyed, dtype, trainer.replicas[0].seat.device, recorded)) if trainer.world.main else None
+        _run_steps(trainer, dtype, holding)
+        if holding is None:
             return None
-        reference = Reference(job, keyed, dtype, trainer.replicas[0].seat.device, recorded)
-        found = hold_against(reference, records)
+        found = holding.found()
         causes = [*found.causes, *([] if all(step.passed for step in found.steps) else _of_division(trainer, job, keyed, dtype))]
         return Report(
-            plan=str(plan), devices=trainer.world.why, precision=str(reference.precision).removeprefix("torch."), owned=owned,
+            plan=str(plan), devices=trainer.world.why, precision=str(found.comparer.precision).removeprefix("torch."), owned=owned,
             steps=found.steps, causes=causes, casts=found.comparer.casts, whole=found.whole,
         )  # fmt: skip
 
@@ -103,35 +101,48 @@ def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | No
     return [Cause("division", first_difference(replica.staged.division.first, build_model(job, device, dtype), to_device(batch, device, dtype)))]
 
 
-def _plan_steps(trainer: Trainer, dtype: torch.dtype | None) -> Iterator[StepRecord]:
-    """A record per step; those of ranks other than 0 lack nothing, as everything in it is collected on all."""
+def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: Holding | None) -> None:
+    """All steps. `holding`, where there is one, is told of each tensor as it comes; no rank keeps any."""
+    first = trainer.replicas[0]
     with ExitStack() as stack:
-        notes = {id(replica): stack.enter_context(_observed(replica)) for replica in trainer.replicas}
+        notes = [stack.enter_context(_observed(replica)) for replica in trainer.replicas]
         for batch in trainer.batches():
-            for note in notes.values():
-                note.begin()
+            for note in notes:
+                note.chunks = []
+            shares = dict(zip(map(id, trainer.replicas), batch.shares, strict=True))
             # Not trainer.step, which raises when replicas drift apart: that is for the report to say.
             with default_dtype(dtype):
-                results = trainer.together(lambda replica: replica.step(batch.step, batch.shares[trainer.replicas.index(replica)]))  # noqa: B023
+                gradients = trainer.together(lambda replica: replica.gradients(batch.step, shares[id(replica)]))  # noqa: B023
+            found = dict(zip(map(id, trainer.replicas), gradients, strict=True))
+            if holding:
+                holding.begin()
+            trainer.together(lambda replica: replica.each_gradient(found[id(replica)], holding.gradient if holding and replica is first else _ignore))  # noqa: B023
+            with default_dtype(dtype):
+                result = trainer.together(lambda replica: replica.update(found[id(replica)]))[0]  # noqa: B023
             trainer.next_step = batch.step + 1
-            yield _record(trainer, results[0], notes)
+            if holding:
+                holding.update()
+            trainer.together(lambda replica: replica.each_of_state(holding.state if holding and replica is first else _ignore))
+            record = _record(trainer, result, notes, holding.thinned if holding else {})
+            if holding:
+                holding.end(record)
 
 
-def _record(trainer: Trainer, result: StepResult, notes: Mapping[int, _Notes]) -> StepRecord:
-    first = trainer.replicas[0]
-    chunks = trainer.together(lambda replica: collect(replica.seat.world, _chunks(replica, notes[id(replica)])))[0]
+def _ignore(name: str, tensor: Tensor | None) -> None:
+    """What only rank 0 looks at."""
+
+
+def _record(trainer: Trainer, result: StepResult, notes: Sequence[_Notes], gradients: Mapping[str, Tensor | None]) -> StepRecord:
+    mine = dict(zip(map(id, trainer.replicas), notes, strict=True))
+    chunks = trainer.together(lambda replica: collect(replica.seat.world, _chunks(replica, mine[id(replica)])))[0]
     digests = trainer.together(_digests)[0]
     apart = trainer.together(_unlike)[0]
-    state = _on_cpu(trainer.together(lambda replica: replica.whole_state())[0].items())
-    buffers = dict(first.model.named_buffers()).keys()
     return StepRecord(
         step=result.step,
         loss=result.loss,
         weight=result.weight,
         gradient_norm=result.gradient_norm,
-        gradients=notes[id(first)].gradients,
-        buffers={name: tensor for name, tensor in state.items() if name in buffers},
-        parameters={name: tensor for name, tensor in state.items() if name not in buffers},
+        gradients=gradients,
         chunks=sorted((ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank), key=lambda chunk: chunk.index),
         replicas=[*map(digest_values, digests), *apart],
     )
@@ -143,14 +154,9 @@ class _Notes:
 
     modules: ModuleWatch
     chunks: list[ChunkRecord] = field(default_factory=list[ChunkRecord])
-    gradients: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
     _draws: list[str] = field(default_factory=list[str])
     _seed: int = 0
     _outputs: tuple[ModuleOutput, ...] = ()
-
-    def begin(self) -> None:
-        """A new step."""
-        self.chunks, self.gradients = [], {}
 
     @contextmanager
     def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[list[str]]:
@@ -174,10 +180,6 @@ class _Notes:
                 modules=self._outputs,
             )
         )
-
-    def averaged(self, gradients: dict[str, Tensor | None]) -> None:
-        """Note the averaged gradients."""
-        self.gradients = {name: None if each is None else each.detach().to("cpu", copy=True) for name, each in gradients.items()}
 
 
 @contextmanager
@@ -214,7 +216,3 @@ def _unlike(replica: Replica) -> Steps[list[str]]:
     mine = (yield from replica.staged.check_alike()) if replica.staged else None
     everyone: list[str | None] = yield from collect(replica.seat.world, mine)
     return list(dict.fromkeys(each for each in everyone if each))
-
-
-def _on_cpu(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}

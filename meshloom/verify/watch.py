@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshloom.verify.blocks import wide_blocks
 from meshloom.verify.records import Cast, ModuleOutput
 
 
@@ -33,7 +34,8 @@ def digest_values(values: Any) -> str:
             dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
             flat = dense.cpu().contiguous().reshape(-1)
             digest.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
-            digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+            values: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+            digest.update(values)
         elif isinstance(leaf, numpy.ndarray) and leaf.dtype != object:
             digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -128,9 +130,8 @@ def _summary(name: str, call: int, output: Any) -> ModuleOutput:
     with torch.no_grad():
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not _is_transformed(leaf):
-                values = torch.view_as_real(leaf).detach() if leaf.is_complex() else leaf.detach()
-                values = values.double()
-                total, square, count = total + values.sum().item(), square + values.square().sum().item(), count + values.numel()
+                for values in wide_blocks(leaf):
+                    total, square, count = total + values.sum().item(), square + values.square().sum().item(), count + values.numel()
     return ModuleOutput(name=name, call=call, total=total, square=square, count=count)
 
 

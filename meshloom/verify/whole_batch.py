@@ -7,13 +7,15 @@ the plan, so this is reported with its reason and decides nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
+import torch
 from torch import nn
 
-from meshloom.verify.compare import add_outputs, gradient_error, output_differs
-from meshloom.verify.records import ModuleOutput, StepRecord
+from meshloom.verify.compare import GradientErrors, add_outputs, output_differs
+from meshloom.verify.records import ChunkRecord, ModuleOutput, StepRecord
 from meshloom.verify.reference import Reference
 
 
@@ -35,27 +37,32 @@ class WholeBatch:
         return not self.why
 
 
-def compare_whole_batch(reference: Reference, chunked: StepRecord, tolerance: float) -> WholeBatch:
-    """Run the reference's last step, recorded in `chunked`, again on its whole batch."""
+def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch:
+    """Run the reference's last step, which has not updated yet, again on its whole batch."""
+    if reference.plan.num_chunks == 1:  # which is the chunk that it ran
+        return WholeBatch(error=0.0, loss=reference.loss, why="")
     try:
-        whole = reference.whole_batch()
+        with reference.whole_batch() as (chunked, whole):
+            errors = GradientErrors(chunked, reference.number, tolerance)
+            error = max((errors.take(name, each).error for name, each in reference.gradients.items()), default=0.0)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of the job's own code, which never sees so large a batch under the plan: a queue that is shorter
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return WholeBatch(error=math.inf, loss=math.inf, why=f"the job's own code fails on it: {type(error).__name__}: {said}", ran=False)
-    error = max((gradient_error(whole.gradients, chunked.gradients, name) for name in chunked.gradients), default=0.0)
-    scale = max(abs(whole.loss), abs(chunked.loss)) or 1.0
-    equal = error <= tolerance and abs(whole.loss - chunked.loss) <= tolerance * scale
-    return WholeBatch(error=error, loss=whole.loss, why="" if equal else _why(reference.model, whole, chunked, tolerance))
+    scale = max(abs(whole.loss), abs(reference.loss)) or 1.0
+    equal = error <= tolerance and abs(whole.loss - reference.loss) <= tolerance * scale
+    return WholeBatch(error=error, loss=whole.loss, why="" if equal else _why(reference.model, whole, reference.chunks, tolerance))
 
 
-def _why(model: nn.Module, whole: StepRecord, chunked: StepRecord, tolerance: float) -> str:
+def _why(model: nn.Module, whole: StepRecord, chunked: Sequence[ChunkRecord], tolerance: float) -> str:
     reasons: list[str] = []
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and _uses_batch(module)]  # pyright: ignore[reportPrivateUsage]
     if norms:
         reasons.append(
             f"batch statistics ({', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}) are taken over a chunk, not over the whole batch"
         )
-    if any(" " not in drawn for chunk in chunked.chunks for drawn in chunk.draws):  # others are operations that may have drawn nothing
+    if any(" " not in drawn for chunk in chunked for drawn in chunk.draws):  # others are operations that may have drawn nothing
         reasons.append("random draws, such as dropout masks, belong to a chunk")
     if not reasons and (module := _first_that_mixes(whole, chunked, tolerance)) is not None:
         reasons.append(f"samples of a batch interact in {module}" if module else _IN_THE_MODEL)
@@ -76,13 +83,13 @@ def _uses_batch(module: nn.Module) -> bool:
     return bool(module.training) or getattr(module, "running_mean", None) is None
 
 
-def _first_that_mixes(whole: StepRecord, chunked: StepRecord, tolerance: float) -> str | None:
+def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], tolerance: float) -> str | None:
     """The first module in order of execution whose outputs over all chunks do not add up to those on the whole batch.
 
     What is the same in every chunk as on the whole batch, such as embedded positions, has no samples that could mix.
     """
     of_chunks: dict[tuple[str, int], list[ModuleOutput]] = {}
-    for output in (output for chunk in chunked.chunks for output in chunk.modules):
+    for output in (output for chunk in chunked for output in chunk.modules):
         of_chunks.setdefault((output.name, output.call), []).append(output)
     for output in (output for chunk in whole.chunks for output in chunk.modules):
         parts = of_chunks.get((output.name, output.call))

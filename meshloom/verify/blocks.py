@@ -1,0 +1,40 @@
+"""Tensors in float64, a block at a time: what is compared may be as large as memory allows, and copies of it in twice the width are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+ELEMENTS = 2**20
+
+
+def wide_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Flat float64 pieces of a dense tensor, in order; of complex numbers real and imaginary part, as each may be infinite by itself.
+
+    >>> [block.tolist() for block in wide_blocks(torch.tensor([1 + 2j]))]
+    [[1.0, 2.0]]
+    """
+    dense = tensor.detach()
+    flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).reshape(-1)
+    for block in flat.split(ELEMENTS):
+        yield block.double()
+
+
+def norm(tensor: Tensor) -> float:
+    """2-norm of what is finite; of a sparse tensor that of its rows."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return math.sqrt(sum(float(torch.nan_to_num(block, 0.0, 0.0, 0.0).square().sum()) for block in wide_blocks(values)))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """||a - b|| of dense tensors of one shape, on the device of b; infinite if something infinite or NaN is not the same in both."""
+    square = 0.0
+    for here, there in zip(wide_blocks(a.to(b.device)), wide_blocks(b), strict=True):
+        odd = ~(here.isfinite() & there.isfinite())
+        if not bool(((here == there) | (here.isnan() & there.isnan()))[odd].all()):
+            return math.inf
+        square += float((here - there).masked_fill_(odd, 0.0).square_().sum())
+    return math.sqrt(square)

@@ -1,0 +1,62 @@
+"""Whole records of steps, as tests like to look at them, and their way through what compares one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
+from meshloom.verify.hold import Found, Holding
+from meshloom.verify.records import StepRecord
+from meshloom.verify.reference import Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRecord(StepRecord):
+    """A step with all its tensors: gradients are whole, too; buffers and parameters are those after it."""
+
+    buffers: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+
+
+def step_of(reference: Reference, *, look: bool = False) -> WholeRecord:
+    """The reference's next step. look: run its chunks again in between, in all ways that there are."""
+    reference.run()
+    if look:
+        with reference.whole_batch():
+            pass
+        reference.evidence(reference.facts({}))
+    gradients = {name: None if each is None else each.clone() for name, each in reference.gradients.items()}
+    facts = vars(reference.update())
+    buffers = {name: each.clone() for name, each in reference.model.named_buffers()}
+    parameters = {name: each.detach().clone() for name, each in reference.model.named_parameters()}
+    return WholeRecord(**{**facts, "gradients": gradients}, buffers=buffers, parameters=parameters)
+
+
+def hold_against(reference: Reference, records: Iterable[WholeRecord]) -> Found:
+    """Each record against the reference's next step."""
+    holding = Holding(reference)
+    for ours in records:
+        holding.begin()
+        for name, gradient in ours.gradients.items():
+            holding.gradient(name, gradient)
+        holding.update()
+        for name, each in {**ours.parameters, **ours.buffers}.items():
+            holding.state(name, each)
+        holding.end(ours)
+    return holding.found()
+
+
+def compare_records(comparer: Comparer, ours: WholeRecord, one: WholeRecord, before: Mapping[str, Tensor]) -> Comparison:
+    """One step of both sides, whose parameters were `before`."""
+    tolerance = comparer.tolerance(one.casts)
+    gradients = GradientErrors(one.gradients, one.step, tolerance)
+    for name, each in ours.gradients.items():
+        gradients.take(name, each)
+    updated = comparer.tolerance(updated=True)
+    state = StateErrors(one.parameters, before, one.buffers, step=one.step, tolerance=tolerance, updated=updated)
+    for name, each in {**ours.parameters, **ours.buffers}.items():
+        state.take(name, each)
+    return comparer.compare(ours, one, [*gradients.errors(), *state.errors()])
