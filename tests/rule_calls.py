@@ -302,8 +302,9 @@ def _attention(c: Chance) -> OneCall:
     lead, heads, repeats = c.shape(0, 1), c.size(), c.one(1, 1, 2)
     queries, keys, size, value = c.size(), c.size(), c.size(), c.size()
     mask = c.one(
-        None, c.normal(queries, keys), c.normal(heads * repeats, 1, keys), c.normal(*(1 for _ in lead), heads * repeats, queries, keys) > -1.5
-    )
+        None, c.normal(queries, keys), c.normal(1, queries, keys), c.normal(heads * repeats, 1, keys),
+        c.normal(*(1 for _ in lead), heads * repeats, queries, keys) > -1.5,
+    )  # fmt: skip
     if mask is not None and not lead and mask.ndim > 3:
         mask = None
     causal = mask is None and c.yes()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshloom.graph.rules.table import BUILT_IN
-from tests.rule_calls import CALLS, POINTWISE, Chance
+from tests.rule_calls import CALLS, POINTWISE, Chance, call
 from tests.rule_check import Checked, check_call
 from tests.rule_table import FILE, table
 
@@ -51,3 +51,11 @@ def test_parts_are_what_one_device_computes(name: str):
 def test_parts_are_what_one_device_computes_whatever_the_shapes(name: str):
     checked = check(name, range(3, 40))
     assert checked.partial if name in SUMS_ONLY else checked.with_cuts, f"no call of {name} was divided"
+
+
+def test_heads_of_grouped_queries_are_cut_where_all_share_one_mask():
+    """Falcon's attention stayed whole: a mask [samples, 1, queries, keys] was taken to have a head for each of the queries' 5."""
+    q, k, mask = torch.randn(1, 5, 7, 4), torch.randn(1, 1, 7, 4), torch.ones(1, 1, 7, 7).bool().tril()
+    checked = Checked()
+    check_call(call("scaled_dot_product_attention", q, k, k.clone(), mask, enable_gqa=True), BUILT_IN, 3, Chance(0), checked)
+    assert checked.labels["r"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from meshloom.graph.rules.call import Call, Operand, Rule
-from meshloom.graph.rules.factors import Dims, Factors, Product, Term
+from meshloom.graph.rules.factors import Dims, Factors, Product, Term, labels_in
 
 
 def _attention(call: Call) -> Factors | None:
@@ -41,7 +43,11 @@ def _attention(call: Call) -> Factors | None:
 
 
 def _broadcast(dims: Dims, operand: Operand, sizes: dict[str, int]) -> Dims:
-    return tuple(None if isinstance(term, str) and operand.shape[place] == 1 and sizes[term] != 1 else term for place, term in enumerate(dims))
+    return tuple(None if term is not None and operand.shape[place] == 1 and _size(term, sizes) != 1 else term for place, term in enumerate(dims))
+
+
+def _size(term: Term, sizes: dict[str, int]) -> int:
+    return math.prod(sizes[label] for label in labels_in(term))
 
 
 ATTENTION: dict[str, Rule] = {"scaled_dot_product_attention": _attention}
