@@ -41,6 +41,8 @@ from meshloom.plan import Plan, num_bytes_of
 from meshloom.planner.advise import finalists, tried
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
+from meshloom.planner.ranks import has_shares, rank_shares
+from meshloom.planner.readings import Readings
 from meshloom.planner.rehearse import check_plan
 from meshloom.planner.staged import stage_plan, staged
 from meshloom.report.advice import advice_records, print_advice
@@ -49,7 +51,7 @@ from meshloom.report.directory import print_run_directory, read_run_directory, r
 from meshloom.report.machine import machine_records, print_machine
 from meshloom.report.progress import Listener
 from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary
-from meshloom.report.stages import lines_of, stages_record
+from meshloom.report.stages import lines_of, lines_of_ranks, stages_record
 from meshloom.report.terminal import Terminal
 from meshloom.trainer import Trainer
 from meshloom.trials import try_here, try_plans
@@ -238,19 +240,28 @@ def _describe(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     given = load(Path(arguments.machine)) if arguments.machine else None
     known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
     here = next((each for each in known if each.is_file()), None)
-    description = describe(job, batch_size=arguments.batch, machine=given or (load(here) if here else None))
+    readings = Readings(job)
+    description = describe(readings, batch_size=arguments.batch, machine=given or (load(here) if here else None))
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
     for record in description_records(description, arguments.depth):
         records.write(**record)
-    if plan.tp > 1:
-        account = divided(job, plan, batch_size=arguments.batch, machine=given)
-        print(f"\n{text_of(account)}", file=stream)
-        records.write("division", plan=str(plan), **asdict(account))
-    if plan.pp > 1:
-        stages = staged(job, plan, batch_size=arguments.batch, machine=given)
+    division = divided(readings, plan, batch_size=arguments.batch, machine=given) if plan.tp > 1 else None
+    stages = staged(readings, plan, batch_size=arguments.batch, machine=given) if plan.pp > 1 else None
+    if division:
+        print(f"\n{text_of(division.account)}", file=stream)
+        records.write("division", plan=str(plan), **asdict(division.account))
+    if stages:
         print("", *lines_of(stages), sep="\n", file=stream)
         records.write("stages", **stages_record(stages))
+    if plan.mesh.size > 1 and has_shares(plan):
+        sizes = plan.largest_share(arguments.batch or job.batch_size)
+        shares = rank_shares(
+            readings.of(sizes[0]).program, plan, len(sizes),
+            part=division.part if division else None, choice=stages.choice if stages else None, optimizer_factor=description.optimizer_factor,
+        )  # fmt: skip
+        print("", *lines_of_ranks(shares), sep="\n", file=stream)
+        records.write("ranks", plan=str(plan), ranks=[asdict(each) for each in shares])
     return 0
 
 

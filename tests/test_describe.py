@@ -20,12 +20,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import meshloom as ml
 from meshloom.cli import main
 from meshloom.cluster import example_machine, save
+from meshloom.planner import describe as planner
 from meshloom.planner.blocks import Block, rows_of
-from meshloom.planner.describe import describe
+from meshloom.planner.readings import Readings
 from meshloom.report.description import description_records, print_description
 
 FILE = str(Path(__file__).with_name("describe_jobs.py"))
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "_alone")]
+
+
+def describe(job: ml.Job, **how: Any) -> planner.Description:
+    return planner.describe(Readings(job), **how)
 
 
 @pytest.fixture
@@ -253,7 +258,8 @@ def test_a_plan_with_tp_is_told_before_it_runs(capsys: pytest.CaptureFixture[str
     assert main(["describe", FILE, "--plan", "tp=2,tp_placements=layers.*.up:column", "--json", "-"]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"layers\.\d.*up.*weight column", err) and "tp=2 divides" in err and "Sent by a rank per step" in err
-    told = [json.loads(line) for line in out.splitlines()][-1]
+    *_, told, ranks = map(json.loads, out.splitlines())
+    assert ranks["event"] == "ranks" and ranks["ranks"][0]["num_bytes"]["tp"] == sum(told["num_bytes"].values())
     assert told["event"] == "division" and told["num_ranks"] == 2 and 0 < told["parameters_divided"] <= 1 and told["num_bytes"]
     assert main(["describe", FILE, "--plan", "tp=2,tp_placements=nothing.*:column"]) == 2
     assert "nothing.*" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from meshloom.graph.cost import Cost
 from meshloom.graph.rates import COLLECTIVES, Rates, default_rates, rates_here, rates_of
 from meshloom.plan import Plan
 from meshloom.planner.divided import divided
+from meshloom.planner.readings import Readings
 
 
 def test_measured_collectives_take_what_was_measured():
@@ -76,10 +77,10 @@ def test_an_account_says_whose_rates_it_was_chosen_with(home: Path):
     """And they count: where each collective takes seconds, there are fewer of them."""
     batch = tokens(3)
     job = replace(job_of(lambda: GPT(blocks=2), next_token), data=lambda: [{"x": row} for row in batch["x"]], batch_size=3)
-    account = divided(job, Plan(tp=2))
+    account = divided(Readings(job), Plan(tp=2)).account
     assert "Rates: default rates; meshloom calibrate measures this machine's." in text_of(account)
     slow = [Link(collective=each, ranks=2, latency_seconds=1.0, bytes_per_second=1e9, residual=0.0) for each in COLLECTIVES]
     save(replace(example_machine(), links=tuple(slow)), machine_file("cpu"))
-    measured = divided(job, Plan(tp=2))
+    measured = divided(Readings(job), Plan(tp=2)).account
     assert "Rates: measured on example at 19" in text_of(measured)  # 1970, or the evening before it
     assert calls(measured) < calls(account)

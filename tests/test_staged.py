@@ -13,9 +13,10 @@ import torch
 
 import meshloom as ml
 from meshloom.cli import main
-from meshloom.cluster import example_machine, save
+from meshloom.cluster import Machine, example_machine, save
 from meshloom.errors import PlanError
-from meshloom.planner.staged import staged
+from meshloom.planner.readings import Readings
+from meshloom.planner.staged import StagePlan, staged
 from meshloom.report.stages import lines_of
 from tests.test_describe import FILE, Stack, job_of
 
@@ -37,10 +38,14 @@ def plan(text: str) -> ml.Plan:
     return ml.Plan.parse(text)
 
 
+def staged_of(job: ml.Job, plan: ml.Plan, machine: Machine | None = None) -> StagePlan:
+    return staged(Readings(job), plan, machine=machine)
+
+
 def test_traffic_is_the_formula_for_even_and_uneven_microbatches():
     """s = 7 x 8 values a sample cross before a layer; b = 10 samples; both ways: C = s b 2, in float32. The tied weight is on both sides."""
     for text, sizes in (("pp=2,microbatches=5,cuts=layers.2", (2,) * 5), ("pp=2,microbatches=4,cuts=layers.2", (3, 3, 2, 2))):
-        found = staged(job_of(Stack, batch_size=10), plan(text), machine=MACHINE)
+        found = staged_of(job_of(Stack, batch_size=10), plan(text), machine=MACHINE)
         assert found.sizes == sizes
         (only,) = found.traffic
         assert only.forward_bytes == only.backward_bytes == 7 * 8 * 10 * 4
@@ -50,12 +55,12 @@ def test_traffic_is_the_formula_for_even_and_uneven_microbatches():
 
 
 def test_half_of_the_replicas_send_half():
-    whole, half = (staged(job_of(Stack), plan(f"dp={dp},pp=2,microbatches=2,cuts=layers.2"), machine=MACHINE).traffic for dp in (1, 2))
+    whole, half = (staged_of(job_of(Stack), plan(f"dp={dp},pp=2,microbatches=2,cuts=layers.2"), machine=MACHINE).traffic for dp in (1, 2))
     assert whole[0].num_bytes == 2 * half[0].num_bytes
 
 
 def test_what_a_rank_holds_is_its_state_and_what_is_in_flight():
-    found = staged(job_of(Stack, batch_size=8), plan("pp=2,microbatches=4,cuts=layers.2"), machine=MACHINE)
+    found = staged_of(job_of(Stack, batch_size=8), plan("pp=2,microbatches=4,cuts=layers.2"), machine=MACHINE)
     assert found.in_flight == (2, 1)
     for rank, stage in enumerate(found.choice.stages):
         assert found.choice.rank_bytes[rank] == 4 * stage.parameter_bytes + found.in_flight[rank] * stage.kept_bytes
@@ -67,11 +72,13 @@ def test_what_a_rank_holds_is_its_state_and_what_is_in_flight():
 
 
 def test_offers_are_what_is_found_when_they_are_taken():
-    found = staged(job_of(Stack, batch_size=16), plan("pp=3,microbatches=2"), machine=FAST)
+    found = staged_of(job_of(Stack, batch_size=16), plan("pp=3,microbatches=2"), machine=FAST)
     assert found.better
     for each in found.better:
         setting, _, value = each.setting.partition("=")
-        taken = staged(job_of(Stack, batch_size=16), replace(found.plan, **{setting: value if setting == "schedule" else int(value)}), machine=FAST)
+        taken = staged_of(
+            job_of(Stack, batch_size=16), replace(found.plan, **{setting: value if setting == "schedule" else int(value)}), machine=FAST
+        )
         assert taken.simulated.seconds == each.seconds < 0.97 * found.simulated.seconds
         assert max(taken.choice.rank_bytes) == each.rank_bytes
         assert taken.simulated.idle_share == each.idle_share
@@ -79,17 +86,17 @@ def test_offers_are_what_is_found_when_they_are_taken():
 
 
 def test_nothing_is_offered_that_does_not_fit():
-    free = staged(job_of(Stack, batch_size=16), plan("pp=3,microbatches=8"), machine=FAST)
+    free = staged_of(job_of(Stack, batch_size=16), plan("pp=3,microbatches=8"), machine=FAST)
     offered = max(each.rank_bytes for each in free.better)
     limit = max(free.choice.rank_bytes)
     assert offered > limit
-    bound = staged(job_of(Stack, batch_size=16), replace(free.plan, memory_bytes=limit), machine=FAST)
+    bound = staged_of(job_of(Stack, batch_size=16), replace(free.plan, memory_bytes=limit), machine=FAST)
     assert all(each.rank_bytes <= limit for each in bound.better)
 
 
 def test_where_calls_take_all_the_time_no_more_microbatches_are_offered():
     """An operator of the example machine takes 1 us, however small: as many more of them as there are microbatches."""
-    found = staged(job_of(Stack, batch_size=16), plan("pp=2,microbatches=4"), machine=MACHINE)
+    found = staged_of(job_of(Stack, batch_size=16), plan("pp=2,microbatches=4"), machine=MACHINE)
     assert not any(each.setting in ("microbatches=8", "microbatches=16") for each in found.better)
 
 
@@ -110,13 +117,14 @@ def test_describe_prints_stages_and_writes_them(tmp_path: Path, capsys: pytest.C
         printed,
         re.MULTILINE,
     )
-    record = json.loads((tmp_path / "records").read_text().splitlines()[-1])
+    *_, record, ranks = map(json.loads, (tmp_path / "records").read_text().splitlines())
+    assert ranks["event"] == "ranks" and [each["num_bytes"]["pp"] for each in ranks["ranks"]] == 2 * [896 + 11 * 8 * 4]  # and the tied weight
     assert record["event"] == "stages" and record["traffic"] == [{"source": 0, "destination": 1, "forward_bytes": 896, "backward_bytes": 896}]
     assert [each["rank"] for each in record["stages"]] == [0, 1] and record["step_seconds"] > 0
 
 
 def test_default_rates_are_said_to_be_that(capsys: pytest.CaptureFixture[str]):
-    text = "\n".join(lines_of(staged(job_of(Stack, batch_size=16), plan("pp=2,tp=2,microbatches=2,schedule=gpipe"))))
+    text = "\n".join(lines_of(staged_of(job_of(Stack, batch_size=16), plan("pp=2,tp=2,microbatches=2,schedule=gpipe"))))
     assert (
         "seconds: default rates; meshloom calibrate measures this machine's; numbers are of whole stages, before they are divided over tp=2" in text
     )
@@ -124,7 +132,7 @@ def test_default_rates_are_said_to_be_that(capsys: pytest.CaptureFixture[str]):
 
 def test_what_cannot_be_cut_is_refused():
     with pytest.raises(PlanError, match="No cut into 2 stages fits into 1000 B a rank"):
-        staged(job_of(Stack), plan("pp=2,memory_bytes=1000"), machine=MACHINE)
+        staged_of(job_of(Stack), plan("pp=2,memory_bytes=1000"), machine=MACHINE)
     torch.manual_seed(0)
     with pytest.raises(PlanError, match=r"cuts=layers.9: no module of that name runs"):
-        staged(job_of(Stack), plan("pp=2,cuts=layers.9"), machine=MACHINE)
+        staged_of(job_of(Stack), plan("pp=2,cuts=layers.9"), machine=MACHINE)

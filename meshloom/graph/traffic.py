@@ -7,7 +7,7 @@ largest, an all-to-all sends just what is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshloom.graph.collectives import Transition
@@ -45,12 +45,16 @@ def sent_in_chunk(program: Program, rank: int) -> list[Sent]:
     return found
 
 
-def sent_at_the_end(part: Partition, rank: int) -> list[Sent]:
-    """The sum of gradients that several ranks hold parts of: one all-reduce per dtype, once a step, each gradient in its place in the whole."""
+def sent_at_the_end(part: Partition, rank: int, among: Collection[str] | None = None) -> list[Sent]:
+    """The sum of gradients that several ranks hold parts of: one all-reduce per dtype, once a step, each gradient in its place in the whole.
+
+    among: the parameters that count; default: all.
+    """
     sizes: dict[str, int] = {}
     for name in part.summed:
-        dtype = part.programs[rank].parameters[name].meta.dtype
-        sizes[str(dtype)] = sizes.get(str(dtype), 0) + math.prod(part.parameters[name].shape) * dtype.itemsize
+        if among is None or name in among:
+            dtype = part.programs[rank].parameters[name].meta.dtype
+            sizes[str(dtype)] = sizes.get(str(dtype), 0) + math.prod(part.parameters[name].shape) * dtype.itemsize
     return [Sent(collective="all_reduce", num_bytes=size, backward=True) for size in sizes.values()]
 
 

@@ -23,6 +23,7 @@ from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.gathered import GatheredLayers
 from meshloom.graph.loss_programs import LossPrograms, Shapes
+from meshloom.graph.partition import Routed
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here
 from meshloom.graph.recompute import kept_values
@@ -119,10 +120,7 @@ class Staging:
                 group, lambda: sorted(kept_values(weighed, priced, self._plan.recompute, self._rates_here(weighed))), PlanError
             )
             part = replace(part, kept=frozenset((yield from share(group, decided))), _runners={})
-        part = layers_apart(part, stage_of)
-        routed = self.programs.routed(shapes, loss=loss, training=training)
-        placed = rows_apart(part, with_changes_placed(part, stage_of), routed)
-        stages = cut_into_stages(*changes_apart(*placed), self._plan.num_stages)
+        stages = stages_of_part(part, stage_of, self.programs.routed(shapes, loss=loss, training=training), self._plan.num_stages)
         if self._homes is None:
             self._homes = users_of(stages)
         self.first = self.first or stages
@@ -136,6 +134,13 @@ class Staging:
     def _choose(self, whole: Program) -> tuple[CutChoice, Mapping[str, Cost]]:
         priced = costs(whole)
         return choose_stages(whole, priced, self._plan, self._rates_here(whole), self.sizes, self._homes), priced
+
+
+def stages_of_part(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, Routed], num_stages: int) -> tuple[Stage, ...]:
+    """The stages of one rank's part along tp. stage_of: of the whole program's nodes. routed: values with rows that data sends to this rank."""
+    part = layers_apart(part, stage_of)
+    placed = rows_apart(part, with_changes_placed(part, stage_of), routed)
+    return cut_into_stages(*changes_apart(*placed), num_stages)
 
 
 def with_changes_placed(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:

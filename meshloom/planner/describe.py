@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from torch import nn
+from dataclasses import dataclass
 
 from meshloom.cluster import Machine
-from meshloom.graph.cost import costs
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
-from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
 from meshloom.planner.blocks import Block, blocks_of
 from meshloom.planner.memory import Memory, predict_memory
-from meshloom.state.samples import first_batches
+from meshloom.planner.readings import Readings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,32 +34,29 @@ class Description:
     no_memory: str
     machine: Machine | None
 
+    @property
+    def optimizer_factor(self) -> float:
+        """Bytes of optimizer state per byte of parameters; two averages where the optimizer cannot be asked."""
+        return self.memory.optimizer / self.memory.parameters if self.memory and self.memory.parameters else 2.0
 
-def describe(job: Job, *, batch_size: int | None = None, machine: Machine | None = None) -> Description:
-    """Read the job's loss for its first batch. Raises `CaptureError` if it cannot be read, and what reading the data raises.
+
+def describe(readings: Readings, *, batch_size: int | None = None, machine: Machine | None = None) -> Description:
+    """What the job's first batch takes on one device. Raises `CaptureError` if it cannot be read, and what reading the data raises.
 
     batch_size: samples of the batch; default: the job's.
     """
-    (batch,) = first_batches(job, 1, batch_size)
-    modules: dict[str, str] = {}
-
-    def model() -> nn.Module:
-        built = job.model()
-        if isinstance(built, nn.Module):
-            modules.update({path: type(module).__name__ for path, module in built.named_modules(remove_duplicate=False)})
-        return built
-
-    program = capture_shapes(replace(job, model=model), batch)
+    job = readings.job
+    reading = readings.of(batch_size or job.batch_size)
+    program = reading.program
     memory, no_memory = _memory_of(program, job)
-    prices = costs(program)
-    whole = blocks_of(program, prices, modules, machine)
+    whole = blocks_of(program, reading.costs, reading.kinds, machine)
     used = {ref.name for node in program.nodes for ref in node.operands()}
     return Description(
         program=program,
         whole=whole,
         batch_size=batch_size or job.batch_size,
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
-        unpriced=tuple(dict.fromkeys(node.operator for node in program.nodes if _is_foreign(node) and not prices[node.name].flops)),
+        unpriced=tuple(dict.fromkeys(node.operator for node in program.nodes if _is_foreign(node) and not reading.costs[node.name].flops)),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
         memory=memory,
         no_memory=no_memory,

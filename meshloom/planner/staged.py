@@ -7,20 +7,16 @@ from dataclasses import dataclass, replace
 
 from meshloom.cluster import Machine
 from meshloom.errors import PlanError
-from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cut import CutChoice
-from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here, rates_of
-from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.stages import Crossing, Stage, cut_into_stages, users_of
-from meshloom.job import Job
 from meshloom.pipeline.check import held_by_stage
 from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.simulate import Simulated, simulate
 from meshloom.pipeline.traffic import Traffic, traffic_of_stages
 from meshloom.plan import SCHEDULES, Plan
-from meshloom.state.samples import first_batches
+from meshloom.planner.readings import Readings
 
 WORTH = 0.03  # of the time: what is gained by less is not spoken of
 
@@ -57,13 +53,13 @@ class StagePlan:
     better: tuple[Better, ...] = ()
 
 
-def staged(job: Job, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None) -> StagePlan:
+def staged(readings: Readings, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None) -> StagePlan:
     """The stages of a plan with pp. batch_size: of the global batch; default: the job's. machine: whose rates count; default: this one's.
 
     Numbers are those of whole stages, before they are divided over tp.
     Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be cut as the plan asks.
     """
-    reader = _Reader(job, batch_size or job.batch_size, machine)
+    reader = _Reader(readings, batch_size or readings.job.batch_size, machine)
     found = reader.stage_plan(plan, with_traffic=True)
     return replace(found, better=tuple(_better(found, reader)))
 
@@ -88,18 +84,17 @@ def stage_plan(
 
 
 class _Reader:
-    """A job's programs by the samples of a microbatch, each read once."""
+    """Stages of a job's programs under several plans."""
 
-    def __init__(self, job: Job, batch_size: int, machine: Machine | None) -> None:
+    def __init__(self, readings: Readings, batch_size: int, machine: Machine | None) -> None:
         self.batch_size = batch_size
-        self._job = job
+        self._readings = readings
         self._machine = machine
-        self._read: dict[int, tuple[Program, dict[str, Cost]]] = {}
 
     def stage_plan(self, plan: Plan, *, with_traffic: bool) -> StagePlan:
         sizes = plan.largest_share(self.batch_size)
         schedule = schedule_of(plan, len(sizes))
-        program, _ = self._program(sizes[0])
+        program = self._readings.of(sizes[0]).program
         machine = self._machine if self._machine is not None and self._machine.device == program.device.type else None
         rates = rates_of(machine, plan.pp) if machine is not None else rates_here(program.device.type, plan.pp)
         choice = self._choose(plan, sizes, sizes[0], rates)
@@ -109,19 +104,12 @@ class _Reader:
             crossings[sizes[0]] = _crossings(stages)
             for size in set(sizes[1:]) - {sizes[0]}:
                 other = self._choose(plan, sizes, size, rates, users_of(stages))
-                crossings[size] = _crossings(cut_into_stages(self._program(size)[0], other.stage_of, plan.num_stages))
+                crossings[size] = _crossings(cut_into_stages(self._readings.of(size).program, other.stage_of, plan.num_stages))
         return stage_plan(plan, schedule, choice, [crossings.get(size, []) for size in sizes], sizes, rates)
 
     def _choose(self, plan: Plan, sizes: Sequence[int], size: int, rates: Rates, homes: dict[str, tuple[int, ...]] | None = None) -> CutChoice:
-        program, priced = self._program(size)
-        return choose_stages(program, priced, plan, rates, sizes, homes)
-
-    def _program(self, samples: int) -> tuple[Program, dict[str, Cost]]:
-        if samples not in self._read:
-            (batch,) = first_batches(self._job, 1, samples)
-            program = capture_shapes(self._job, batch)
-            self._read[samples] = program, costs(program)
-        return self._read[samples]
+        reading = self._readings.of(size)
+        return choose_stages(reading.program, reading.costs, plan, rates, sizes, homes)
 
 
 def _crossings(stages: Sequence[Stage]) -> list[Crossing]:

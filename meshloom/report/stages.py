@@ -7,6 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from meshloom.graph.keeping import HELD_COPIES
+from meshloom.mesh import AXES
+from meshloom.planner.ranks import RankShare
 from meshloom.planner.staged import Better, StagePlan
 from meshloom.report.description import quantity, size
 from meshloom.report.machine import duration
@@ -31,7 +33,7 @@ def lines_of(found: StagePlan) -> list[str]:
     over_tp = f"; numbers are of whole stages, before they are divided over tp={plan.tp}" if plan.tp > 1 else ""
     return [
         f"{len(stages)} stages on pp={plan.pp} ranks, {plan.schedule}, {_microbatches(found.sizes)}; seconds: {found.source}{over_tp}",
-        *_aligned(rows),
+        *_aligned(rows, words=2),
         f"balance: stage {slowest} is the slowest, {found.choice.imbalance:.1%} above the mean",
         f"memory: rank {fullest} holds most, {size(found.choice.rank_bytes[fullest])}: parameters with gradients and optimizer state "
         f"({HELD_COPIES} x) and the activations in flight",
@@ -40,6 +42,16 @@ def lines_of(found: StagePlan) -> list[str]:
         f"and would wait {simulated.even_idle_share:.1%} if stages were alike",
         *(_offer(each, found) for each in found.better),
     ]
+
+
+def lines_of_ranks(shares: Sequence[RankShare]) -> list[str]:
+    """What each rank along pp holds and sends, a row each; of those along dp and tp the first."""
+    rows = [["rank along pp", "parameters", "gradients", "optimizer", "buffers", "activations", "memory", "sent along dp", "pp", "tp"]]
+    for each in shares:
+        held, sent = each.held, [each.num_bytes.get(axis, 0) for axis in AXES]
+        sizes = [held.parameters, held.gradients, held.optimizer, held.buffers, held.kept, held.total, *sent]
+        rows.append([str(each.pp), *map(size, sizes)])
+    return ["what a rank holds, without temporaries and the batch, and hands over in a step:", *_aligned(rows, words=-1)]
 
 
 def stages_record(found: StagePlan) -> dict[str, Any]:
@@ -81,10 +93,11 @@ def _microbatches(sizes: Sequence[int]) -> str:
     return f"{how_many(len(sizes), 'microbatch')} of {samples} sample{'s' * (sizes[0] > 1)}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Words to the left, numbers to the right."""
+def _aligned(rows: Sequence[Sequence[str]], *, words: int) -> list[str]:
+    """Numbers to the right, and the column of `words` to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = (
-        [cell.ljust(width) if place == 2 else cell.rjust(width) for place, (cell, width) in enumerate(zip(row, widths, strict=True))] for row in rows
+        [cell.ljust(width) if place == words else cell.rjust(width) for place, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
     )
     return ["  ".join(row).rstrip() for row in cells]

@@ -1,0 +1,50 @@
+"""A job's loss read by shapes alone, once for every number of samples that is asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from meshloom.graph.cost import Cost, costs
+from meshloom.graph.program import Program
+from meshloom.graph.shapes import capture_shapes
+from meshloom.job import Job
+from meshloom.state.samples import first_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """costs: of its nodes. kinds: path of a module -> name of its class."""
+
+    program: Program
+    costs: Mapping[str, Cost]
+    kinds: Mapping[str, str]
+
+
+class Readings:
+    """Of one job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._read: dict[int, Reading] = {}
+
+    def of(self, samples: int) -> Reading:
+        """For its first batch of so many samples. Raises `CaptureError` if the loss cannot be read, and what reading the data raises."""
+        if samples not in self._read:
+            self._read[samples] = self._reading(samples)
+        return self._read[samples]
+
+    def _reading(self, samples: int) -> Reading:
+        (batch,) = first_batches(self.job, 1, samples)
+        kinds: dict[str, str] = {}
+
+        def model() -> nn.Module:
+            built = self.job.model()
+            if isinstance(built, nn.Module):
+                kinds.update({path: type(module).__name__ for path, module in built.named_modules(remove_duplicate=False)})
+            return built
+
+        program = capture_shapes(replace(self.job, model=model), batch)
+        return Reading(program=program, costs=costs(program), kinds=kinds)

@@ -1,0 +1,139 @@
+"""What autograd keeps of one rank's part of a stage from forward to backward, by shapes alone.
+
+The forward is run on fake tensors with all that a rank's part has in it: gathered inputs that are not kept, sums that travel, draws of a part.
+What it says to other ranks, nobody hears.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.graph.collectives import Joint
+from meshloom.graph.cost_fake import fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, run_nodes
+from meshloom.graph.nodes import Node
+from meshloom.graph.program import Program
+from meshloom.graph.rows import rows_here
+from meshloom.graph.sparse_constants import memory_of, storage_of
+from meshloom.graph.stages import Stage
+
+
+def kept_bytes_of(stage: Stage, num_ranks: int) -> int:
+    """Of a microbatch, on the first of `num_ranks` ranks along tp, each memory once: what backward needs, and what came from other stages.
+
+    Parameters, buffers, constants and the batch are there anyway. Where data decides how many rows a rank has, they are as many on all.
+    """
+    with fake_tensors():
+        return _kept_bytes(_alone(stage.program, num_ranks), [each.value for each in stage.incoming])
+
+
+def _kept_bytes(program: Program, received: Sequence[str]) -> int:
+    inputs = fake_inputs(program)
+    values: dict[str, Any] = dict(leaves(program, fake_parameters(program), fake_buffers(program), inputs))
+    for each, tensor in zip(program.inputs, inputs, strict=True):
+        tensor.requires_grad_(each.meta.requires_grad)
+    given = {name: values[name] for name in values if name not in received}
+    there = {memory_of(tensor) for tensor in given.values()}
+    saved: list[weakref.ref[_Saved]] = []
+
+    def pack(tensor: Tensor) -> _Saved:
+        held = _Saved(tensor)
+        saved.append(weakref.ref(held))
+        return held
+
+    with saved_tensors_hooks(pack, lambda held: held.tensor):
+        for _ in run_nodes(program, values, keep=False):
+            pass
+    kept = [held.tensor for each in saved if (held := each()) is not None] + [values[name] for name in received if name in values]
+    sizes = {memory_of(tensor): int(storage_of(tensor).nbytes()) for tensor in kept}
+    return sum(size for memory, size in sizes.items() if memory not in there)
+
+
+class _Saved:
+    """A tensor that autograd saved. It lives as long as autograd wants it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _alone(program: Program, num_ranks: int) -> Program:
+    """The program with operators that talk, and those that look at values, as one rank computes them by shapes."""
+    group = _Unheard(num_ranks)
+
+    def one(node: Node) -> Node:
+        target = node.target
+        if isinstance(target, Joint):
+            return replace(node, target=lambda *args, joint=target: joint.run(group, *args))
+        if target is rows_here:
+            (meta,) = node.outputs
+            return replace(node, target=lambda *_, shape=meta.shape: torch.empty(shape, dtype=torch.int64, device=program.device))
+        return node
+
+    return replace(program, nodes=tuple(map(one, program.nodes)), _runners={})
+
+
+class _Done(Work):
+    def wait(self) -> None:
+        pass
+
+    def is_finished(self) -> bool:
+        return True
+
+
+class _Unheard(Group):
+    """The first of some ranks, who talks to nobody: what it would receive has a shape and no values."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def secret(self) -> bytes:
+        return b""
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return _Done()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return _Done()
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        return _Done()
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]) -> Work:
+        return _Done()
+
+    def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
+        return _Done()
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
+        return _Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return _Done()
+
+    def send(self, tensor: Tensor, destination: int) -> Work:
+        return _Done()
+
+    def recv(self, tensor: Tensor, source: int) -> Work:
+        return _Done()
+
+    def barrier(self) -> Work:
+        return _Done()
+
+    def abort(self) -> None:
+        pass
