@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from meshloom.errors import CaptureError
 from meshloom.graph.capture import capture_module
 from meshloom.graph.check import check_against_module
+from meshloom.graph.own_backward import MOST_TRIED
+from meshloom.graph.shapes import capture_shapes
+from meshloom.job import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -134,3 +137,36 @@ def test_raw_export_has_the_gradient_of_the_operators_instead():
 def test_another_backward_is_refused(function: Any):
     with pytest.raises(CaptureError, match=rf"{function.__name__}.apply at .*test_own_backward.py:\d+ .* unless it multiplies what arrives"):
         capture_module(nn.Linear(3, 3), lambda model, batch: function.apply(model(batch)).sum(), (*batches(2),))
+
+
+def test_its_backward_is_tried_once_and_on_small_tensors():
+    """BLOOM-560M did not end in 150 s: its activation was tried in each of 24 blocks, thrice, on tensors of 8 million elements."""
+    tried: list[int] = []
+
+    class Watched(Rounds):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype == torch.float64:  # numbers, not shapes
+                tried.append(x.numel())
+            return x.round()
+
+    job = Job(
+        model=lambda: nn.Linear(4096, 4096),
+        loss=lambda model, batch: Watched.apply(Watched.apply(model(batch))).sum(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=list,
+        batch_size=1,
+        steps=1,
+    )
+    capture_shapes(job, torch.zeros(1, 1).expand(2048, 4096))
+    assert len(tried) == 3 and max(tried) <= MOST_TRIED
+
+
+def test_a_function_for_one_shape_alone_is_tried_on_it():
+    class Wide(Rounds):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.reshape(300, 300).round().reshape(x.shape)
+
+    program = capture_module(nn.Linear(3, 300), lambda model, batch: Wide.apply(model(batch)).sum(), (torch.ones(300, 3), torch.zeros(300, 3)))
+    assert program.nodes

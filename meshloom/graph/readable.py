@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 
 from meshloom.graph.lines import place_here
 from meshloom.graph.on_cpu import alignment_loss
-from meshloom.graph.own_backward import Applied, check_product, refusal, with_operators
+from meshloom.graph.own_backward import Applied, check_products, refusal, with_operators
 
 _torch: Any = torch  # for what torch keeps to itself
 _impls: Any = fake_impls
@@ -34,8 +34,7 @@ def readable() -> Iterator[None]:
         around.enter_context(_replaced(Distribution, "_validate_args", False))
         around.enter_context(_replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)))
         yield
-    for each in applied:
-        check_product(each)
+    check_products(applied)
 
 
 @contextmanager
