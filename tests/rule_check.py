@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from meshloom.graph.axes import Axis, concatenation, product, unify
+from meshloom.graph.axes import Axis, concatenation, product
 from meshloom.graph.calls import keyed
 from meshloom.graph.choose import Choice
 from meshloom.graph.contexts import Context
 from meshloom.graph.cuts import Numbers, candidates, numbers_of, pieces_of, route_of
 from meshloom.graph.draws import CountDraws
-from meshloom.graph.layout import Layout, layout_of
+from meshloom.graph.layout import Layout, axes_in, layout_of
 from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Meta, Node, Ref, Variable, refs_in
 from meshloom.graph.partition import partition
@@ -28,6 +28,7 @@ from meshloom.graph.placement import PARTIAL, Cut, Part, Placement
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import Rules
 from meshloom.graph.strategies import Strategy, strategies_of
+from meshloom.graph.unify import settle, unify
 from meshloom.random import seed_everything
 from tests.rule_calls import Chance, OneCall
 
@@ -130,8 +131,8 @@ def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 def _give_parts(layout: Layout, chance: Chance) -> None:
     """Make some axes products and concatenations, as they are where other operators reshape them and cut them up."""
-    leaves = list(dict.fromkeys(leaf.root for tensors in layout.values.values() for axes in tensors for axis in axes for leaf in axis.leaves()))
-    for leaf in leaves:
+    leaves = [leaf for tensors in layout.values.values() for axes in tensors for axis in axes for leaf in axis.leaves()]
+    for leaf in {leaf.strip: leaf for leaf in leaves}.values():
         if leaf.kind is not None or leaf.size < 3 or chance.random.random() < 0.5:
             continue
         divisors = [each for each in range(2, leaf.size) if leaf.size % each == 0]
@@ -140,6 +141,7 @@ def _give_parts(layout: Layout, chance: Chance) -> None:
             unify(leaf, product([Axis(first), Axis(leaf.size // first)]))
         else:
             unify(leaf, concatenation([Axis(size) for size in chance.cut_up(leaf.size, 2)]))
+    settle(axes_in(layout))
 
 
 class _Whole:

@@ -5,211 +5,228 @@ axis with parts: a product (heads x head size, outermost first) or a concatenati
 followed, so an axis may get parts later, and then all dims that are that axis have them.
 
     qkv = linear(x, w)        dim 0 of w and the last dim of qkv: one axis of 30
-    q, k, v = qkv.split(10)   which is a | b | c
-    q.view(..., 2, 5)         and a is heads x size
-    attention(q, k, v)        heads of a, b and c are one axis
+    q, k, v = qkv.split(10)   which has stretches [0, 10), [10, 20) and [20, 30)
+    q.view(..., 2, 5)         and of which the first is heads x size
+    attention(q, k, v)        heads of all three are one axis
+
+An axis without parts is a stretch of a *strip*: from which index on, and how many. To take a stretch of it makes no parts, only numbers, so that what is
+shifted, padded or windowed against itself is of as many parts for a million tokens as for ten.
+
+    x                         X[0, T)
+    x[:, 1:]                  X[1, T)
+    pad(x[:, 1:], (0, 1))     X[1, T) | p
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Literal
 
 Kind = Literal["product", "concatenation"]
-MOST_PARTS = 32  # of two axes together that are made one, where that splits any of them; else they stay two
+Key = tuple["Strip", int, int]
+
+
+class Strip:
+    """Indices in a row. Without parts they are what is cut; else they are those of its parts, or of the axis that it was found to be the same as.
+
+    marks: where stretches that were taken of it begin and end. homes: stretches, from and up to, that are a whole axis elsewhere.
+    is_shifted: a stretch of it lies beside one that overlaps it, as in x[1:] + x[:-1].
+    """
+
+    __slots__ = ("ends", "homes", "is_shifted", "kind", "marks", "parts", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.kind: Kind | Literal["same"] | None = None
+        self.parts: tuple[Axis, ...] = ()  # of kind `same` one, which is all of it
+        self.ends: tuple[int, ...] = ()  # of the parts of a concatenation
+        self.marks: frozenset[int] = frozenset()
+        self.homes: frozenset[tuple[int, int]] = frozenset()
+        self.is_shifted = False
+
+    def become(self, kind: Kind | Literal["same"], parts: Sequence[Axis]) -> None:
+        """It has these parts from now on."""
+        self.kind, self.parts = kind, tuple(parts)
+        self.ends = tuple(accumulate(part.size for part in parts)) if kind == "concatenation" else ()
 
 
 class Axis:
-    """An axis, while it is still being found out what it is equal to and made of. Compare axes by `axis.root`.
+    """A stretch of a strip, while it is still being found out what that is made of. `Axis(size)` is a new one that is nobody else's.
 
-    equal_to: the axis that speaks for this one. own_kind, own_parts: of an axis that speaks for itself.
+    Compare axes by `key`.
     """
 
-    __slots__ = ("equal_to", "own_kind", "own_parts", "size")
+    __slots__ = ("_start", "_strip", "size")
 
-    def __init__(self, size: int, kind: Kind | None = None, parts: Sequence[Axis] = ()) -> None:
+    def __init__(self, size: int, strip: Strip | None = None, start: int = 0) -> None:
         self.size = size
-        self.equal_to: Axis | None = None
-        self.own_kind: Kind | None = kind
-        self.own_parts: tuple[Axis, ...] = tuple(parts)
+        self._strip = Strip(size) if strip is None else strip
+        self._start = start
 
     @property
-    def root(self) -> Axis:
-        """The axis that all those equal to this one share."""
-        axis = self
-        while axis.equal_to is not None:
-            axis = axis.equal_to
-        if self is not axis:
-            self.equal_to = axis
-        return axis
+    def key(self) -> Key:
+        """What it is a stretch of, from where on, and its size: equal for axes that are one."""
+        strip, start = self._strip, self._start
+        while strip.kind is not None:
+            if strip.kind == "same":
+                (other,) = strip.parts
+                strip, start = other._strip, other._start + start
+                continue
+            if strip.kind == "product" or self.size == strip.size:
+                break
+            place = min(bisect_right(strip.ends, start), len(strip.ends) - 1)
+            if start + self.size > strip.ends[place]:
+                break
+            part = strip.parts[place]
+            strip, start = part._strip, part._start + start - strip.ends[place] + part.size
+        return strip, start, self.size
+
+    def settled(self) -> None:
+        """Go the way to the strip that it is a stretch of once and for all: none of the strips on it is taken back."""
+        parts = self.parts if self.kind == "concatenation" else ()
+        self._strip, self._start, _ = parts[0].key if len(parts) == 1 else self.key
+
+    @property
+    def strip(self) -> Strip:
+        """The strip that it is a stretch of."""
+        return self.key[0]
+
+    @property
+    def start(self) -> int:
+        """Its first index there."""
+        return self.key[1]
+
+    @property
+    def stop(self) -> int:
+        """The index there after its last."""
+        return self.key[1] + self.size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its strip."""
+        return self.key[0].size == self.size
 
     @property
     def kind(self) -> Kind | None:
         """None: it has no parts."""
-        return self.root.own_kind
+        kind = self.key[0].kind
+        assert kind != "same"
+        return kind
 
     @property
     def parts(self) -> tuple[Axis, ...]:
-        """Of a product, outermost first; of a concatenation, in order."""
-        return self.root.own_parts
+        """Of a product, outermost first; of a concatenation, in order. None of them is of the same kind."""
+        kind = self.kind
+        found: list[Axis] = []
+        pending = list(reversed(self._inside()))
+        while pending:
+            part = pending.pop()
+            if part.kind == kind:
+                pending += reversed(part._inside())
+            elif kind == "concatenation" and found and _touch(found[-1], part):
+                found[-1] = Axis(found[-1].size + part.size, part.strip, found[-1].start)
+            else:
+                found.append(part)
+        return tuple(found)
+
+    def _inside(self) -> list[Axis]:
+        """Its parts as its strip has them, be they of its own kind."""
+        strip, start, size = self.key
+        parts = list(strip.parts)
+        if size == strip.size:
+            return parts
+        if strip.kind == "product":
+            count = strip.size // parts[0].size
+            assert start % count == 0 and size % count == 0, f"[{start}, {start + size}) of {Axis(strip.size, strip)}"
+            return [parts[0].stretch(start // count, (start + size) // count), *parts[1:]]
+        first, last = bisect_right(strip.ends, start), bisect_left(strip.ends, start + size)
+        pieces = zip(strip.ends[first : last + 1], parts[first : last + 1], strict=True)
+        return [
+            part.stretch(max(start - end + part.size, 0), min(start + size - end + part.size, part.size))
+            for end, part in pieces
+        ]  # fmt: skip
+
+    def stretch(self, start: int, stop: int) -> Axis:
+        """Some of its indices. `fits` says whether there is such an axis."""
+        return self if stop - start == self.size else Axis(stop - start, self._strip, self._start + start)
 
     def leaves(self) -> Iterator[Axis]:
         """The axes without parts that it is made of, each as often as it occurs."""
-        root = self.root
-        if root.own_kind is None:
-            yield root
-        for part in root.own_parts:
-            yield from part.leaves()
+        pending: list[Axis] = [self]
+        while pending:
+            axis = pending.pop()
+            if axis.kind is None:
+                yield axis
+            else:
+                pending += reversed(axis.parts)
 
     def __repr__(self) -> str:
-        mark = {None: "", "product": " x ", "concatenation": " | "}[self.kind]
-        return f"({mark.join(map(repr, self.parts))})" if self.kind else str(self.size)
+        """How it is made up, with the strips by size; of a stretch also from where on."""
+        shown: list[str] = []
+        pending: list[Axis | str] = [self]
+        while pending:
+            each = pending.pop()
+            if isinstance(each, str):
+                shown.append(each)
+            elif each.kind is None:
+                shown.append(str(each.size) if each.is_whole else f"{each.strip.size}[{each.start}:{each.stop}]")
+            else:
+                inner: list[Axis | str] = [each.parts[0]]
+                for part in each.parts[1:]:
+                    inner += [" x " if each.kind == "product" else " | ", part]
+                pending += [")", *reversed(inner), "("]
+        return "".join(shown)
 
 
 def product(parts: Sequence[Axis]) -> Axis:
-    """The axis of `parts`, outermost first; parts of size 1 do not count."""
-    flat = [each for part in parts for each in (part.parts if part.kind == "product" else (part,)) if each.size != 1]
-    if len(flat) == 1:
-        return flat[0]
-    return Axis(math.prod(part.size for part in flat), "product", flat) if flat else Axis(1)
+    """The axis of `parts`, outermost first; those of a strip of size 1 do not count."""
+    return _made("product", [part for part in parts if part.size != 1 or not part.is_whole], math.prod(part.size for part in parts))
 
 
 def concatenation(parts: Sequence[Axis]) -> Axis:
     """The axis of `parts` one after another; empty ones do not count."""
-    flat = [each for part in parts for each in (part.parts if part.kind == "concatenation" else (part,)) if each.size]
-    if len(flat) == 1:
-        return flat[0]
-    return Axis(sum(part.size for part in flat), "concatenation", flat) if flat else Axis(0)
+    return _made("concatenation", [part for part in parts if part.size], sum(part.size for part in parts))
 
 
-def unify(one: Axis, other: Axis) -> bool:
-    """Make two axes one, giving both the parts that either has. False: their parts do not fit, and they stay two.
-
-    >>> heads_and_size, packed = product([Axis(4), Axis(6)]), Axis(24)
-    >>> unify(heads_and_size, packed)
-    True
-    >>> packed
-    (4 x 6)
-    >>> unify(packed, product([Axis(8), Axis(3)]))
-    True
-    >>> packed
-    (4 x 2 x 3)
-    >>> unify(packed, product([Axis(3), Axis(8)]))
-    False
-    """
-    one, other = one.root, other.root
-    if one is other:
-        return True
-    if one.size != other.size:
-        return False
-    if one.own_kind is None or other.own_kind is None:
-        leaf, kept = (one, other) if one.own_kind is None else (other, one)
-        leaf.equal_to = kept
-        return True
-    if one.own_kind != other.own_kind:
-        return False
-    aligned = _align(one, other)
-    if aligned is None or not all(unify(mine, theirs) for mine, theirs in aligned):
-        return False
-    one, other = one.root, other.root
-    if one is not other:
-        other.equal_to = one
-    return True
+def _made(kind: Kind, parts: Sequence[Axis], size: int) -> Axis:
+    if len(parts) == 1:
+        return parts[0]
+    strip = Strip(size)
+    if parts and size:
+        strip.become(kind, parts)
+        parts = Axis(size, strip).parts
+    return parts[0] if len(parts) == 1 else Axis(size, strip)
 
 
-def _align(one: Axis, other: Axis) -> list[tuple[Axis, Axis]] | None:
-    """Parts of both, in pairs of equal size, after leaves were split where the other has a boundary."""
-    mine, theirs = list(_flat(one)), list(_flat(other))
-    if not _fit(mine, theirs, one.own_kind) or (one.own_kind == "concatenation" and _without_end(mine, theirs)):
-        return None
-    pairs: list[tuple[Axis, Axis]] = []
-    while mine and theirs:
-        a, b = mine.pop(0), theirs.pop(0)
-        if a.size != b.size and one.own_kind in (a.kind, b.kind):  # a leaf that occurs twice was split where it occurred first
-            mine = [*(_flat(a.root) if a.kind == one.own_kind else (a,)), *mine]
-            theirs = [*(_flat(b.root) if b.kind == one.own_kind else (b,)), *theirs]
-            continue
-        if a.size != b.size and (max(a, b, key=_size).kind is not None or (one.own_kind == "product" and max(a.size, b.size) % min(a.size, b.size))):
-            return None
-        if a.size < b.size:
-            first, rest = _split(b, a.size, one.own_kind)
-            b, theirs = first, [rest, *theirs]
-        elif a.size > b.size:
-            first, rest = _split(a, b.size, one.own_kind)
-            a, mine = first, [rest, *mine]
-        pairs.append((a, b))
-    one.own_parts = _flat(one)
-    other.own_parts = _flat(other)
-    return pairs
+def place_of(axis: Axis, offset: int) -> tuple[Strip, int] | None:
+    """The strip without parts, and the place in it, in or beside which an axis is cut before its index `offset`. None: it cannot be cut there."""
+    while axis.kind is not None and 0 < offset < axis.size:
+        if axis.kind == "concatenation":
+            for part in axis.parts:
+                if offset < part.size:
+                    axis = part
+                    break
+                offset -= part.size
+        else:
+            outer, *inner = axis.parts
+            count = math.prod(part.size for part in inner)
+            if offset % count:
+                return None
+            axis, offset = outer, offset // count
+    if axis.kind is None:
+        return axis.strip, axis.start + offset
+    first, *_, last = axis.leaves()
+    return (first.strip, first.start) if offset == 0 else (last.strip, last.stop)
 
 
-def _size(axis: Axis) -> int:
-    return axis.size
+def fits(axis: Axis, start: int, stop: int) -> bool:
+    """Whether some indices of an axis are an axis: of a product only whole rows are."""
+    return place_of(axis, start) is not None and place_of(axis, stop) is not None
 
 
-def _fit(mine: list[Axis], theirs: list[Axis], kind: Kind | None) -> bool:
-    """Whether every boundary of one falls on a boundary of the other or into a leaf."""
-    left, right = [(part.size, part) for part in mine], [(part.size, part) for part in theirs]
-    while left and right:
-        (a, part_a), (b, part_b) = left.pop(0), right.pop(0)
-        if a == b:
-            continue
-        large, small, part, rest = (a, b, part_a, left) if a > b else (b, a, part_b, right)
-        if part.kind is not None or (kind == "product" and large % small):
-            return False
-        rest.insert(0, (large // small if kind == "product" else large - small, part))
-    return not left and not right
-
-
-def _without_end(mine: Sequence[Axis], theirs: Sequence[Axis]) -> bool:
-    """Whether a leaf lies beside itself a few places on, as in x[1:] + x[:-1], or would be split into more than `MOST_PARTS`.
-
-    Each boundary in it would be another one there, and so on: as many parts as the axis has indices. How many there are is to follow from how the
-    program is written, and never from sizes.
-
-        1 | rest            a boundary after 1, so rest is 1 | ...
-        rest | 1            so above there is one after 2, so rest is 1 | 1 | ...
-    """
-    sides = [list(accumulate((part.size for part in side), initial=0)) for side in (mine, theirs)]
-    leaves = [[part.root for part in side] for side in (mine, theirs)]
-    found_at: dict[Axis, list[tuple[int, int]]] = {}  # leaf -> side and offset of its occurrences
-    for side in (0, 1):
-        for leaf, start in zip(leaves[side], sides[side], strict=False):
-            found_at.setdefault(leaf, []).append((side, start))
-    pending = [(side, start, frozenset[Axis]()) for side in (0, 1) for start in sides[side][1:-1]]
-    known: set[tuple[Axis, int]] = set()
-    num_parts = len(mine) + len(theirs)
-    while pending:
-        side, offset, through = pending.pop()  # a boundary, and the leaves whose boundaries it comes from
-        other = 1 - side
-        place = bisect_right(sides[other], offset) - 1
-        leaf, inside = leaves[other][place], offset - sides[other][place]
-        if not inside or (leaf, inside) in known:
-            continue
-        if leaf in through:
-            return True
-        known.add((leaf, inside))
-        num_parts += len(found_at[leaf])
-        if num_parts > MOST_PARTS:
-            return True
-        pending += [(at, start + inside, through | {leaf}) for at, start in found_at[leaf]]
-    return False
-
-
-def _split(axis: Axis, first: int, kind: Kind | None) -> tuple[Axis, Axis]:
-    """A leaf as two."""
-    root = axis.root
-    rest = root.size // first if kind == "product" else root.size - first
-    root.own_kind, root.own_parts = kind, (Axis(first), Axis(rest))
-    return root.own_parts[0], root.own_parts[1]
-
-
-def _flat(axis: Axis) -> tuple[Axis, ...]:
-    """Parts with those of their own kind taken apart."""
-    found: list[Axis] = []
-    for part in axis.own_parts:
-        found.extend(_flat(part.root) if part.kind == axis.own_kind else (part,))
-    return tuple(found)
+def _touch(one: Axis, other: Axis) -> bool:
+    """Whether an axis is the stretch before another one of the same strip."""
+    return one.kind is None and other.kind is None and one.strip is other.strip and one.stop == other.start

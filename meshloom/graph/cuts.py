@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from meshloom.graph.axes import Axis
-from meshloom.graph.layout import Axes, Layout
+from meshloom.graph.axes import Axis, Key, Strip
+from meshloom.graph.layout import Axes, Layout, axes_in
 from meshloom.graph.pieces import Interval, Pieces, Runs
 from meshloom.graph.placement import Cut, Part, Placement, even_parts, shared_parts
 from meshloom.graph.routes import Route, key_of
@@ -14,19 +15,24 @@ from meshloom.graph.routes import Route, key_of
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """A number for every axis without parts, in the order of the program; `axes[number]` is the axis.
+    """A number for every strip that axes are stretches of, in the order of the program; `axes[number]` is the strip.
 
-    routes: what an axis is made of -> number of an axis -> the route by which the first goes where the second goes.
+    routes: what an axis is made of -> number of a strip -> the route by which the first goes where the second goes.
     """
 
-    of: Mapping[Axis, int]
-    axes: tuple[Axis, ...]
-    routes: Mapping[tuple[Axis, ...], Mapping[int, Route]] = field(default_factory=dict[tuple[Axis, ...], Mapping[int, Route]])
+    of: Mapping[Strip, int]
+    axes: tuple[Strip, ...]
+    routes: Mapping[tuple[Key, ...], Mapping[int, Route]] = field(default_factory=dict[tuple[Key, ...], Mapping[int, Route]])
+    _leaves: dict[Axis, frozenset[int]] = field(default_factory=dict[Axis, frozenset[int]], repr=False, compare=False)  # that were asked for
 
     def leaves(self, axis: Axis) -> frozenset[int]:
-        """Numbers of the axes that an axis is made of, and of those that it goes with; those of size 1 are not axes to cut."""
-        own = frozenset(self.of[leaf.root] for leaf in axis.leaves() if leaf.root in self.of)
-        return own | self.routes.get(key_of(axis), {}).keys() if self.routes else own
+        """Numbers of what an axis is made of, and of what it goes with; strips of size 1 are none to cut."""
+        found = self._leaves.get(axis)
+        if found is None:
+            found = frozenset(self.of[leaf.strip] for leaf in axis.leaves() if leaf.strip in self.of)
+            found = found | self.routes.get(key_of(axis), {}).keys() if self.routes else found
+            self._leaves[axis] = found
+        return found
 
     def route(self, axis: Axis, cut: Cut | None) -> tuple[int, Route] | None:
         """The axis that is cut, by its number, and the route by which this one goes with it."""
@@ -35,25 +41,15 @@ class Numbers:
 
 
 def numbers_of(layout: Layout) -> Numbers:
-    """Number the axes of all values, and of labels that no value has by itself."""
-    of: dict[Axis, int] = {}
-    for tensors in layout.values.values():
-        for axes in tensors:
-            for axis in axes:
-                for leaf in axis.leaves():
-                    if leaf.size > 1:
-                        of.setdefault(leaf.root, len(of))
-    for mapped in layout.mapped.values():
-        for axis in mapped.labels.values():
-            for leaf in axis.leaves():
-                if leaf.size > 1:
-                    of.setdefault(leaf.root, len(of))
-    routes: dict[tuple[Axis, ...], dict[int, Route]] = {}
-    several: set[tuple[tuple[Axis, ...], int]] = set()  # rows that go two ways: the same experts twice
+    """Number the strips of all values, and of labels that no value has by itself."""
+    strips = dict.fromkeys(leaf.strip for axis in axes_in(layout) for leaf in axis.leaves())
+    of = {strip: number for number, strip in enumerate(strip for strip in strips if strip.size > 1)}
+    routes: dict[tuple[Key, ...], dict[int, Route]] = {}
+    several: set[tuple[tuple[Key, ...], int]] = set()  # rows that go two ways: the same experts twice
     for route in layout.routes:
-        if route.groups.kind is None and route.groups.root in of:
-            key, number = key_of(route.rows), of[route.groups.root]
-            if routes.setdefault(key, {}).setdefault(number, route) is not route or route.groups.root in key:
+        if route.groups.kind is None and route.groups.is_whole and route.groups.strip in of:
+            key, number = key_of(route.rows), of[route.groups.strip]
+            if routes.setdefault(key, {}).setdefault(number, route) is not route or any(strip is route.groups.strip for strip, _, _ in key):
                 several.add((key, number))
     kept = {key: {number: route for number, route in found.items() if (key, number) not in several} for key, found in routes.items()}
     return Numbers(of=of, axes=tuple(of), routes={key: found for key, found in kept.items() if found})
@@ -67,25 +63,33 @@ def candidates(layout: Layout, numbers: Numbers, num_ranks: int) -> list[Cut]:
         found.setdefault(frozenset(parts.items()), Cut(name=f"axis {'.'.join(map(str, parts))}", parts=dict(parts), times=times))
 
     for axis in _all_axes(layout):
-        if axis.kind == "concatenation" and all(part.kind is None for part in axis.parts):
-            leaves = [part.root for part in axis.parts]
-            if len(set(leaves)) == len(leaves) and axis.size >= num_ranks:
-                ranges = _along(even_parts(axis.size, num_ranks), [leaf.size for leaf in leaves])
-                add({numbers.of[leaf]: intervals for leaf, intervals in zip(leaves, ranges, strict=True) if leaf in numbers.of})
+        if axis.kind == "concatenation" and all(part.kind is None and part.is_whole and not part.strip.is_shifted for part in axis.parts):
+            strips = [part.strip for part in axis.parts]
+            if len(set(strips)) == len(strips) and axis.size >= num_ranks:
+                ranges = _along(even_parts(axis.size, num_ranks), [strip.size for strip in strips])
+                add({numbers.of[strip]: intervals for strip, intervals in zip(strips, ranges, strict=True) if strip in numbers.of})
         if axis.kind == "product":
-            for outer, inner in zip(axis.parts, axis.parts[1:], strict=False):
-                if (
-                    outer.kind is None
-                    and inner.kind is None
-                    and 1 < outer.size < num_ranks <= outer.size * inner.size
-                    and outer.root is not inner.root
-                ):
+            for outer, inner in pairwise(axis.parts):
+                plain = all(part.kind is None and part.is_whole for part in (outer, inner)) and outer.strip is not inner.strip
+                if plain and 1 < outer.size < num_ranks <= outer.size * inner.size:
                     outers, inners = shared_parts(outer.size, inner.size, num_ranks)
-                    add({numbers.of[outer.root]: outers, numbers.of[inner.root]: inners}, times=True)
-        for leaf in axis.leaves():
-            if leaf.size >= num_ranks and leaf.root in numbers.of:
-                add({numbers.of[leaf.root]: even_parts(leaf.size, num_ranks)})
+                    add({numbers.of[outer.strip]: outers, numbers.of[inner.strip]: inners}, times=True)
+        for strip in dict.fromkeys(leaf.strip for leaf in axis.leaves()):
+            homes = sorted(strip.homes) if strip.is_shifted else ()
+            for start, stop in [(0, strip.size), *homes]:
+                if stop - start >= num_ranks and strip in numbers.of:
+                    add({numbers.of[strip]: _around(start, stop, strip.size, num_ranks)})
     return list(found.values())
+
+
+def _around(start: int, stop: int, size: int, num_ranks: int) -> tuple[Interval, ...]:
+    """Even parts of a stretch; the first and the last rank have what lies around it.
+
+    >>> _around(2, 8, 9, 3)
+    ((0, 4), (4, 6), (6, 9))
+    """
+    bounds = [start + stop for _, stop in even_parts(stop - start, num_ranks)]
+    return tuple(pairwise([0, *bounds[:-1], size]))
 
 
 def pieces_of(axes: Axes, cut: Cut | None, numbers: Numbers, num_ranks: int) -> Pieces:
@@ -137,20 +141,21 @@ def runs_of(axis: Axis, cut: Cut | None, numbers: Numbers, rank: int) -> Runs | 
 
 
 def _runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> Runs:
-    root = axis.root
-    if root.kind is None:
-        number = numbers.of.get(root)
-        start, stop = cut.parts[number][rank] if number is not None and number in cut.parts else (0, root.size)
+    if axis.kind is None:
+        strip, first, size = axis.key
+        number = numbers.of.get(strip)
+        start, stop = cut.parts[number][rank] if number is not None and number in cut.parts else (0, strip.size)
+        start, stop = max(start - first, 0), min(stop - first, size)
         return ((start, stop),) if start < stop else ()
-    if root.kind == "concatenation":
+    if axis.kind == "concatenation":
         found: list[Interval] = []
         offset = 0
-        for part in root.parts:
+        for part in axis.parts:
             found += [(offset + start, offset + stop) for start, stop in _runs(part, cut, numbers, rank)]
             offset += part.size
         return _joined(found)
     runs: Runs = ((0, 1),)
-    for part in root.parts:
+    for part in axis.parts:
         inner = _runs(part, cut, numbers, rank)
         if inner == ((0, part.size),):
             runs = tuple((start * part.size, stop * part.size) for start, stop in runs)
@@ -187,14 +192,12 @@ def _along(ranges: Sequence[Interval], sizes: Sequence[int]) -> list[tuple[Inter
 
 
 def _all_axes(layout: Layout) -> Iterator[Axis]:
-    seen: set[Axis] = set()
-    pending = [axis for tensors in layout.values.values() for axes in tensors for axis in axes]
-    pending += [axis for mapped in layout.mapped.values() for axis in mapped.labels.values()]
-    for first in pending:
-        stack = [first.root]
+    seen: set[Key] = set()
+    for first in axes_in(layout):
+        stack = [first]
         while stack:
             axis = stack.pop()
-            if axis not in seen:
-                seen.add(axis)
+            if axis.key not in seen:
+                seen.add(axis.key)
                 yield axis
-                stack += [part.root for part in axis.parts]
+                stack += axis.parts if axis.kind else ()

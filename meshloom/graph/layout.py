@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
-from meshloom.graph.axes import Axis, concatenation, product, unify
+from meshloom.graph.axes import Axis, Strip, concatenation, fits, product
 from meshloom.graph.nodes import Meta, Node, Ref, lists_in
 from meshloom.graph.program import Program
 from meshloom.graph.routes import Route, routes_of
@@ -15,6 +17,7 @@ from meshloom.graph.rules.call import call_of
 from meshloom.graph.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
 from meshloom.graph.rules.table import Rules, factors_of
 from meshloom.graph.sparse_constants import is_sparse, strides_of
+from meshloom.graph.unify import mark, settle, unify
 
 Axes = tuple[Axis, ...]  # one per dim
 
@@ -91,7 +94,9 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
             tuple(_axis(term, each_mapped.labels, size) for term, size in zip(dims, output.shape, strict=True))
             for dims, output in zip(factors.outputs, node.outputs, strict=True)
         )
-    return Layout(program=program, values=values, metas=metas, mapped=mapped, routes=routes_of(program, mapped))
+    layout = Layout(program=program, values=values, metas=metas, mapped=mapped, routes=routes_of(program, mapped))
+    settle(axes_in(layout))
+    return layout
 
 
 def _square(layout: Layout) -> Iterator[tuple[str, int]]:
@@ -105,13 +110,13 @@ def _square(layout: Layout) -> Iterator[tuple[str, int]]:
             if operands[number] not in held:
                 continue
             labels = {label for term in dims for label in labels_in(term)}
-            inner, outer = (_leaves_of(mapped, some) for some in (labels & mapped.factors.sums, labels - mapped.factors.sums))
+            inner, outer = (_strips_of(mapped, some) for some in (labels & mapped.factors.sums, labels - mapped.factors.sums))
             if inner & outer:
                 yield name, number
 
 
-def _leaves_of(mapped: Mapped, labels: Iterable[str]) -> set[Axis]:
-    return {leaf.root for label in labels for leaf in mapped.labels[label].leaves() if leaf.size > 1}
+def _strips_of(mapped: Mapped, labels: Iterable[str]) -> set[Strip]:
+    return {leaf.strip for label in labels for leaf in mapped.labels[label].leaves() if leaf.size > 1}
 
 
 def _with_own_columns(factors: Factors, number: int) -> Factors:
@@ -126,6 +131,12 @@ def _with_own_columns(factors: Factors, number: int) -> Factors:
         added=frozenset(),
         entire=factors.entire | frozenset(others),
     )
+
+
+def axes_in(layout: Layout) -> list[Axis]:
+    """The axes of all values, then those of all labels."""
+    found = [axis for tensors in layout.values.values() for axes in tensors for axis in axes]
+    return found + [axis for mapped in layout.mapped.values() for axis in mapped.labels.values()]
 
 
 def axes_of(dims: Dims, labels: Mapping[str, Axis], shape: tuple[int, ...] | None = None) -> Axes:
@@ -145,24 +156,60 @@ def _fresh(shape: tuple[int, ...]) -> Axes:
 
 
 def _map(node: Node, factors: Factors, operands: list[Axes]) -> Mapped:
-    labels = _labels(factors, operands)
+    """A label is the axis of the first operand that has it. Where another one is not the same, it has to be whole."""
+    sizes = _sizes(factors, operands)
+    labels: dict[str, Axis] = {}
     whole = set(factors.whole)
     for dims, axes in zip(factors.operands, operands, strict=True):
         assert len(dims) == len(axes), f"{node.operator}: {dims} for {axes}"
         for term, axis in zip(dims, axes, strict=True):
-            if term is not None and not unify(axis, _axis(term, labels, axis.size)):
+            if term is not None and not _bind(term, axis, labels, sizes):
                 whole.update(labels_in(term))
+    for label, size in sizes.items():
+        labels.setdefault(label, Axis(size))
     return Mapped(node=node, factors=factors, labels=labels, whole=frozenset(whole), apart=frozenset(_apart(factors)))
 
 
-def _labels(factors: Factors, operands: list[Axes]) -> dict[str, Axis]:
-    """An axis for every label, of the size that it has where it stands alone, else as the map says."""
+def _sizes(factors: Factors, operands: list[Axes]) -> dict[str, int]:
+    """The size of every label: that which it has where it stands alone, else as the map says."""
     sizes = dict(factors.sizes)
     for dims, axes in zip(factors.operands, operands, strict=True):
         for term, axis in zip(dims, axes, strict=True):
             if isinstance(term, str) and sizes.get(term, 1) == 1:
                 sizes[term] = axis.size
-    return {label: Axis(size) for label, size in sizes.items()}
+    return sizes
+
+
+def _bind(term: Term, axis: Axis, labels: dict[str, Axis], sizes: Mapping[str, int]) -> bool:
+    """Make an axis what a term stands for. False: it is not."""
+    if isinstance(term, str):
+        if term not in labels and axis.size == sizes[term]:
+            labels[term] = axis
+            return True
+        return unify(axis, labels.setdefault(term, Axis(sizes[term])))
+    if isinstance(term, Concat):
+        bounds = [0, *accumulate(_size(part, sizes) for part in term.parts)]
+        if bounds[-1] == axis.size and all(fits(axis, 0, bound) for bound in bounds):
+            mark(axis, bounds)
+            parts = [axis.stretch(start, stop) for start, stop in pairwise(bounds)]
+            bound = [_bind(part, stretch, labels, sizes) for part, stretch in zip(term.parts, parts, strict=True)]
+            return all(bound)
+    if isinstance(term, Product) and axis.size == _size(term, sizes):
+        alone = [part for part in term.parts if _size(part, sizes) != 1]
+        if len(alone) == 1:
+            return _bind(alone[0], axis, labels, sizes)
+    for label in labels_in(term):
+        labels.setdefault(label, Axis(sizes[label]))
+    return unify(axis, _axis(term, labels, axis.size))
+
+
+def _size(term: Term, sizes: Mapping[str, int]) -> int:
+    if term is None:
+        return 1
+    if isinstance(term, str):
+        return sizes[term]
+    each = [_size(part, sizes) for part in term.parts]
+    return math.prod(each) if isinstance(term, Product) else sum(each)
 
 
 def _axis(term: Term, labels: Mapping[str, Axis], size: int) -> Axis:

@@ -109,10 +109,14 @@ def _match(
 
 def _pair(mine: Axis, theirs: Axis, numbers: Numbers, axes: dict[int, int]) -> bool:
     leaves = list(mine.leaves()), list(theirs.leaves())
-    if [leaf.size for leaf in leaves[0]] != [leaf.size for leaf in leaves[1]]:
+    if [_stretch(leaf) for leaf in leaves[0]] != [_stretch(leaf) for leaf in leaves[1]]:
         return False
-    pairs = [(numbers.of[one.root], numbers.of[two.root]) for one, two in zip(*leaves, strict=True) if one.size > 1]
+    pairs = [(numbers.of[one.strip], numbers.of[two.strip]) for one, two in zip(*leaves, strict=True) if one.strip.size > 1]
     return all(axes.setdefault(two, one) == one for one, two in pairs)
+
+
+def _stretch(leaf: Axis) -> tuple[int, int, int]:
+    return leaf.strip.size, leaf.start, leaf.size
 
 
 def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numbers: Numbers) -> bool:

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from meshloom.graph.axes import Axis, unify
+from meshloom.graph.axes import Axis, Key
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
 from meshloom.graph.rules.factors import Factors
+from meshloom.graph.unify import unify
 
 # What works on however many rows there are, though a part's sizes are among its arguments: those of other dims, or -1.
 ANY_ROWS = frozenset({"view", "reshape", "_unsafe_view", "expand", "squeeze", "chunk", "split", "split_with_sizes", "slice"})
@@ -63,9 +64,9 @@ class Mapped(Protocol):
         ...
 
 
-def key_of(axis: Axis) -> tuple[Axis, ...]:
+def key_of(axis: Axis) -> tuple[Key, ...]:
     """What an axis is made of: equal for axes that are the same product."""
-    return tuple(leaf.root for leaf in axis.leaves())
+    return tuple(leaf.key for leaf in axis.leaves())
 
 
 def routes_of(program: Program, mapped: Mapping[str, Mapped]) -> tuple[Route, ...]:

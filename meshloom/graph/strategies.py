@@ -111,7 +111,7 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
         for place, axes in enumerate(values)
     ]
     result = placed(outputs, cut, numbers)
-    work = _largest_share(touched, cut, numbers)
+    work = _largest_share(touched, mapped, cut, numbers)
     talks = tuple(talk for label in touched for talk in factors.talks.get(label, ()))
     if touched.keys() & (factors.joins | factors.sums) or talks:
         num_ranks = len(next(iter(cut.parts.values())))
@@ -158,11 +158,16 @@ def _clash(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: Cut) -> b
     )
 
 
-def _largest_share(touched: Mapping[str, frozenset[int]], cut: Cut, numbers: Numbers) -> float:
-    found = sorted({number for axes in touched.values() for number in axes})
-    num_ranks = len(next(iter(cut.parts.values())))
-    if cut.times:
-        sizes = math.prod(numbers.axes[number].size for number in found)
-        return max(math.prod(cut.parts[number][rank][1] - cut.parts[number][rank][0] for number in found) for rank in range(num_ranks)) / sizes
-    sizes = sum(numbers.axes[number].size for number in found)
-    return max(sum(cut.parts[number][rank][1] - cut.parts[number][rank][0] for number in found) for rank in range(num_ranks)) / sizes
+def _largest_share(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: Cut, numbers: Numbers) -> float:
+    """What the busiest rank has of the cut strips, as far as the labels are stretches of them."""
+    leaves = [leaf for label in touched for leaf in mapped.labels[label].leaves() if leaf.strip in numbers.of]
+    found = dict.fromkeys((numbers.of[leaf.strip], leaf.start, leaf.stop) for leaf in leaves)
+    stretches = [each for each in found if each[0] in cut.parts]
+    gone_with = frozenset[int]().union(*touched.values()) - {number for number, _, _ in stretches}
+    stretches += [(number, 0, numbers.axes[number].size) for number in sorted(gone_with)]
+    together = math.prod if cut.times else sum
+    shares = [
+        together(max(0, min(cut.parts[number][rank][1], stop) - max(cut.parts[number][rank][0], start)) for number, start, stop in stretches)
+        for rank in range(len(next(iter(cut.parts.values()))))
+    ]
+    return max(shares) / together(stop - start for _, start, stop in stretches)
