@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 Changed = tuple[str, str, str, str]  # module, attribute, before, after
 
-_TORCHS_OWN = set(vars(nn.Module())) - {"training"}
+TORCHS_OWN = set(vars(nn.Module())) - {"training"}
 
 
 def plain_attributes(model: nn.Module) -> dict[tuple[str, str], str]:
@@ -23,7 +23,7 @@ def plain_attributes(model: nn.Module) -> dict[tuple[str, str], str]:
         (name, attribute): text
         for name, module in model.named_modules()
         for attribute, value in list(vars(module).items())
-        if attribute not in _TORCHS_OWN and (text := _text(value)) is not None
+        if attribute not in TORCHS_OWN and (text := plain_text(value)) is not None
     }
 
 
@@ -36,7 +36,7 @@ def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
 def whole_attributes(model: nn.Module) -> Iterator[None]:
     """Tensors that the forward leaves in plain attributes, or in lists and dictionaries that lie there, are gone afterwards: they hold no values."""
     kept = [(module, dict(vars(module))) for module in model.modules()]
-    containers = list(_containers([value for _, attributes in kept for name, value in attributes.items() if name not in _TORCHS_OWN]))
+    containers = list(_containers([value for _, attributes in kept for name, value in attributes.items() if name not in TORCHS_OWN]))
     held = [({id(leaf) for leaf in _tensors_in(container)}, copy.copy(container)) for container in containers]
     try:
         yield
@@ -59,7 +59,7 @@ def changed_attributes(before: dict[tuple[str, str], str], after: dict[tuple[str
     return [(*place, text, after.get(place, "nothing")) for place, text in before.items() if after.get(place, "nothing") != text]
 
 
-def _text(value: Any, depth: int = 0) -> str | None:
+def plain_text(value: Any, depth: int = 0) -> str | None:
     """A text that is equal for equal plain values; None for other objects."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
@@ -68,10 +68,10 @@ def _text(value: Any, depth: int = 0) -> str | None:
     if depth > 3 or isinstance(value, Tensor):
         return None
     if isinstance(value, dict):
-        parts = [(repr(key), _text(each, depth + 1)) for key, each in value.items()]
+        parts = [(repr(key), plain_text(each, depth + 1)) for key, each in value.items()]
         return None if any(text is None for _, text in parts) else "{" + ", ".join(f"{key}: {text}" for key, text in parts) + "}"
     if isinstance(value, list | tuple | set | frozenset):
-        texts = [_text(each, depth + 1) for each in value]
+        texts = [plain_text(each, depth + 1) for each in value]
         return None if any(text is None for text in texts) else f"{type(value).__name__}[{', '.join(map(str, texts))}]"
     return None
 

@@ -13,6 +13,7 @@ from meshloom.graph.infer import Inferred, Shape, infer, shape_of
 from meshloom.graph.mutation import without_mutation
 from meshloom.graph.nodes import Input, Meta, Node, Ref, Variable
 from meshloom.graph.program import Program
+from meshloom.graph.unfold import unfolded
 
 
 def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], device: torch.device, precision: torch.dtype | None) -> Program:
@@ -34,7 +35,7 @@ def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], de
     named: dict[fx.Node, str] = {node: str(values.get(node.name, node.name)) for node in nodes}
     output = next(node for node in nodes if node.op == "output")
     used = {node.name for node in nodes if node.op == "placeholder" and node.users}
-    return Program(
+    program = Program(
         parameters=_described(parameters, "p"),
         buffers=_described(buffers, "b"),
         constants={name: constant for name, constant in exported.constants.items() if name in used},
@@ -48,6 +49,7 @@ def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], de
         training=model.training,
         precision=precision,
     )
+    return unfolded(program)
 
 
 def _variables(named: Any) -> dict[str, tuple[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from meshloom.graph.frozen import check_equal, equal_bits
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.precision import build_model, in_precision
 from meshloom.graph.program import Program
-from meshloom.graph.reading import check_tensors, device_of, one_thread, read_twice, reading
+from meshloom.graph.reading import check_tensors, device_of, folded, one_thread, read_twice, reading
 from meshloom.graph.sparse_constants import strides_of
 from meshloom.job import Job, LossFunction
 
@@ -40,8 +41,8 @@ def capture_module(
     given = leaves_of(batches[0]), leaves_of(batches[1])
     _check_shapes(*given)
 
-    def read(leaves: Sequence[Leaves]) -> Program:
-        exported = read_twice(model, loss, (leaves[0], leaves[1]))
+    def read(leaves: Sequence[Leaves], fold: bool) -> Program:
+        exported = read_twice(model, loss, (leaves[0], leaves[1]), fold=fold)
         device = device_of(model, leaves[0])
         same = _same(*exported) and all(one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items())
         program = build(exported[0], model, leaves[0].tensors, device, dtype)
@@ -50,7 +51,7 @@ def capture_module(
         return program
 
     with reading(dtype):
-        program, others = read_values(given, read, numbers=numbers)
+        program, others = read_values(given, lambda leaves: folded(partial(read, leaves)), numbers=numbers)
     return replace(program, others=others, _runners={})
 
 

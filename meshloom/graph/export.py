@@ -12,7 +12,7 @@ import logging
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed, changed_attributes, plain_attributes, plain_values, whole_attributes
+from meshloom.graph.block_calls import NotAlikeError
 from meshloom.graph.contexts import Autocast, Context
+from meshloom.graph.folding import Folding
 from meshloom.graph.inner_gradients import InnerGradients, transforms_ended
 from meshloom.graph.lines import WAY_OUT, Line, Place, place_here, place_of_error
 from meshloom.graph.readable import aligned_without_values, readable
@@ -45,6 +47,7 @@ class Exported:
     out_spec: how the outputs are arranged.
     changed: plain attributes that the forward changed: (module, attribute, before, after).
     left: what was in them before and after: (module, attribute, before, after). Export puts some of it back, and some not.
+    folded: calls that were not read, because others are like them.
     """
 
     graph: fx.Graph
@@ -55,11 +58,25 @@ class Exported:
     out_spec: TreeSpec
     changed: list[Changed]
     left: list[tuple[str, str, Any, Any]]
+    folded: int = 0
 
 
-def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor]) -> Exported:
-    """Export `loss(model, leaves)`, where `loss` is a function of (model, leaves)."""
-    seen = _Seen()
+def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], *, fold: bool = False) -> Exported:
+    """Export `loss(model, leaves)`, where `loss` is a function of (model, leaves). fold: read calls that are alike once (`folding.py`).
+
+    Raises `CaptureError`; `NotAlikeError` if something was folded, so that it may be the reading's own fault.
+    """
+    folding = Folding() if fold else None
+    try:
+        return _exported(model, loss, leaves, folding)
+    except CaptureError as error:
+        if folding is not None and folding.count:
+            raise NotAlikeError(str(error)) from error
+        raise
+
+
+def _exported(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], folding: Folding | None) -> Exported:
+    seen = _Seen(folding=folding)
     wrapper = _Loss(model, loss, seen)
     copies = tuple(leaf.detach().clone() for leaf in leaves)  # two that were one tensor become two
     try:
@@ -107,6 +124,7 @@ class _Seen:
     changed: list[Changed] = field(default_factory=list)
     left: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     gradients: InnerGradients = field(default_factory=InnerGradients)
+    folding: Folding | None = None
 
 
 class _Loss(nn.Module):
@@ -121,7 +139,7 @@ class _Loss(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
         before, values = plain_attributes(self.model), plain_values(self.model)
-        with _noting(), whole_attributes(self.model), _written_buffers(self.model), self._seen.gradients.noted():
+        with _noting(self.model, self._seen.folding), whole_attributes(self.model), _written_buffers(self.model), self._seen.gradients.noted():
             value = self._loss(self.model, leaves)
         self._seen.changed = changed_attributes(before, plain_attributes(self.model))
         now = plain_values(self.model)
@@ -131,8 +149,8 @@ class _Loss(nn.Module):
 
 
 @contextmanager
-def _noting() -> Iterator[None]:
-    """Give every node that is made its context and line, and keep regions out of the graph."""
+def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
+    """Give every node that is made its context and line, keep regions out of the graph, and fold calls that are alike."""
     modes = _torch.overrides._get_current_function_mode_stack()
     mode: Any = next((each for each in modes if isinstance(each, PreDispatchTorchFunctionMode)), None)
     if mode is None:  # a run without tracing, which export makes of some modules
@@ -169,8 +187,13 @@ def _noting() -> Iterator[None]:
     mode.__torch_function__ = types.MethodType(function, mode)
     mode.tracer.create_node = create
     torch.set_autocast_cache_enabled(True)  # tracing turned it off, and regions read it
+
+    def around() -> Any:
+        return tuple((each.device, each.dtype, each.enabled, each.cache) for each in regions), torch.is_grad_enabled()
+
     try:
-        yield
+        with folding.noted(model, around) if folding is not None else nullcontext():
+            yield
     finally:
         torch.set_autocast_cache_enabled(caching)
         del mode.__torch_function__, mode.tracer.create_node
@@ -242,6 +265,7 @@ def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
         out_spec=seen.out_spec,
         changed=seen.changed,
         left=seen.left,
+        folded=seen.folding.count if seen.folding is not None else 0,
     )
 
 

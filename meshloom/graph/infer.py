@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from meshloom.errors import CaptureError
+from meshloom.graph.block_calls import ALIKE, ALIKE_SEVERAL, LEAVE, like
 from meshloom.graph.contexts import Context, Entered
 from meshloom.graph.draws import CountDraws
 from meshloom.graph.export import context_of, describe_place
@@ -56,6 +57,7 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
     shapes: dict[fx.Node, tuple[Shape, ...]] = {}
     draws: dict[fx.Node, int] = {}
     values: dict[fx.Node, Any] = {}  # all of them until the end, so that no memory is used twice
+    made: dict[int, Any] = {}  # call that others are like -> what it gives
     fake = fake_mode()
     counter = CountDraws()
     with torch.enable_grad(), Entered((*contexts, Context())) as entered, fake, AsOnCPU(), counter:
@@ -66,6 +68,10 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
                 entered.move_to(contexts.index(context_of(node)))
                 before = counter.count
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+                if node.target is LEAVE:
+                    made[args[1]] = args[0]
+                elif node.target in (ALIKE, ALIKE_SEVERAL):
+                    args = (*args[:3], *like(made[args[2]]))
                 try:
                     values[node] = node.target(*args, **kwargs)
                 except Exception as error:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from meshloom.errors import CaptureError
+from meshloom.graph.block_calls import ENTER, LEAVE
 from meshloom.graph.calls import out_of_place
 from meshloom.graph.export import META, Exported, describe_place
 from meshloom.graph.infer import Inferred, Shape, infer
@@ -244,7 +245,7 @@ class _Rewriter:
     def _made(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """`made` in place of the old `node`. What draws stays even if nobody looks: the draws behind it are counted from there."""
         made.meta = dict(node.meta)
-        if node in self.inferred.draws or any(True for _ in running_statistics(node)):
+        if node in self.inferred.draws or node.target in (ENTER, LEAVE) or any(True for _ in running_statistics(node)):
             self.kept.add(made)
         return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.errors import CaptureError
 from meshloom.graph.attributes import Changed
+from meshloom.graph.block_calls import NotAlikeError
 from meshloom.graph.export import Exported, export
 from meshloom.graph.frozen import check_draws, line_that_changes
 from meshloom.graph.leaves import Leaves
@@ -21,6 +22,7 @@ from meshloom.graph.precision import default_precision
 from meshloom.job import LossFunction
 from meshloom.random import derive, preserved_draws, seed_everything
 
+T = TypeVar("T")
 _NUMBERS = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _ONE_AT_A_TIME = threading.RLock()  # torch.export keeps what it is doing in globals, and so do Python's generators
 
@@ -37,16 +39,24 @@ def reading(dtype: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-def read_twice(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves]) -> tuple[Exported, Exported]:
+def folded(read: Callable[[bool], T]) -> T:
+    """What `read(True)` gives, which reads calls that are alike once; if that cannot be, then what `read(False)` gives."""
+    try:
+        return read(True)
+    except NotAlikeError:
+        return read(False)
+
+
+def read_twice(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, fold: bool) -> tuple[Exported, Exported]:
     """Both readings, with plain attributes as a forward leaves them to the next one: what the first alone sets up is no harm."""
-    steady, second = _read(model, loss, leaves, always=True)
+    steady, second = _read(model, loss, leaves, always=True, fold=fold)
     assert second is not None
     return steady, second
 
 
-def read_once(model: nn.Module, loss: LossFunction, leaves: Leaves) -> Exported:
+def read_once(model: nn.Module, loss: LossFunction, leaves: Leaves, *, fold: bool) -> Exported:
     """One reading; more only where the first sets up attributes for the next."""
-    return _read(model, loss, (leaves, leaves), always=False)[0]
+    return _read(model, loss, (leaves, leaves), always=False, fold=fold)[0]
 
 
 def device_of(model: nn.Module, leaves: Leaves) -> torch.device:
@@ -67,9 +77,9 @@ def check_tensors(leaves: Leaves) -> None:
         )
 
 
-def _read(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, always: bool) -> tuple[Exported, Exported | None]:
+def _read(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, always: bool, fold: bool) -> tuple[Exported, Exported | None]:
     def read(number: int) -> Exported:
-        return export(model, _loss_of(loss, leaves[number]), list(leaves[number].tensors.values()))
+        return export(model, _loss_of(loss, leaves[number]), list(leaves[number].tensors.values()), fold=fold)
 
     def read_seeded(number: int) -> Exported:
         seed_everything(derive("capture", number))

@@ -27,7 +27,7 @@ from meshloom.graph.nodes import Node
 from meshloom.graph.on_cpu import fake_mode
 from meshloom.graph.precision import build_model
 from meshloom.graph.program import Program
-from meshloom.graph.reading import check_tensors, device_of, read_once, reading
+from meshloom.graph.reading import check_tensors, device_of, folded, read_once, reading
 from meshloom.graph.sparse_constants import empty_like
 from meshloom.job import Job
 
@@ -57,8 +57,7 @@ def capture_shapes(
     with reading(dtype), on_cpu(where):
         model, mode = model_by_shapes(job, dtype, training=training, small=small)
         shapes = Leaves({name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
-        exported = read_once(model, job.loss, shapes)
-        program = build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
+        program = folded(lambda fold: build(read_once(model, job.loss, shapes, fold=fold), model, shapes.tensors, device_of(model, shapes), dtype))
     constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
     return replace(moved_to(program, where), constants=constants, by_shapes=True)
 
