@@ -107,6 +107,9 @@ class Problem:
         self._memory: dict[int, float] = {}  # unknown -> bytes that a rank holds because of it
         self.repeats = repeats
         self._stands = _counterparts(self.cuts, repeats)
+        self._stood_for: dict[Cut, list[Cut]] = {}
+        for cut, other in self._stands.items():
+            self._stood_for.setdefault(other, []).append(cut)
         self._count = Counter(repeats.value(value) for value in layout.values)
         self._made: dict[str, dict[Placement, list[int]]] = {}  # value -> placement it is made in -> unknowns
         self._wanted: dict[tuple[str, Placement], dict[str, dict[int, None]]] = {}  # -> node that wants it -> unknowns
@@ -174,10 +177,11 @@ class Problem:
         costs = [self._holding(value, each, size) for each, size in zip(options, sizes, strict=True)]
         counterpart = self.repeats.value(value)
         if counterpart != value:
-            found = self._as_for(self.options.get(counterpart), [(each, self._stand(each), cost) for each, cost in zip(options, costs, strict=True)])
+            known = {self._stand(each): unknown for each, unknown in self.options.get(counterpart, ())}
+            found = self._as_for(known, [(each, self._stand(each), cost) for each, cost in zip(options, costs, strict=True)])
         else:
             found = list(zip(options, self._one_of(costs), strict=True))
-            self._made[value] = {placement: [unknown] for placement, unknown in found}
+            self._made[value] = {self._stand(placement): [unknown] for placement, unknown in found}
         if value in self._names:
             for (_, unknown), size in zip(found, sizes, strict=True):
                 self._holds(unknown, size * (HELD_COPIES if meta.requires_grad else 1))
@@ -191,14 +195,13 @@ class Problem:
         ways = [each for each in strategies_of(node, self.layout, self.numbers, self.cuts) if node.name in self._weighed or each.output is INVARIANT]
         owner = self.repeats.value(node.name)
         if owner != node.name:
-            found = self._as_for(
-                self.strategies.get(owner), [(each, self._counterpart(each), seconds * each.work + self._talking(node, each)) for each in ways]
-            )
+            known = {self._counterpart(each): unknown for each, unknown in self.strategies.get(owner, ())}
+            found = self._as_for(known, [(each, self._counterpart(each), seconds * each.work + self._talking(node, each)) for each in ways])
         else:
             found = list(zip(ways, self._one_of([seconds * each.work + self._talking(node, each) for each in ways]), strict=True))
             self._made[node.name] = {}
             for strategy, unknown in found:
-                self._made[node.name].setdefault(strategy.output, []).append(unknown)
+                self._made[node.name].setdefault(self._stand(strategy.output), []).append(unknown)
         for strategy, unknown in found:
             for ref, placement in zip(node.operands(), strategy.operands, strict=True):
                 users = self._wanted.setdefault((self.repeats.value(ref.name), self._stand(placement)), {})
@@ -224,7 +227,7 @@ class Problem:
                 if source != target:
                     # Parameters are not sent around, and what is updated in place is not copied.
                     barred = many or value in self._in_place or (stays and isinstance(source, Part) and source.cut is not None)
-                    cost = None if barred else self._seconds(value, source, target)
+                    cost = None if barred else self._seconds(value, self._own(value, source), self._own(value, target))
                 seconds[source, target] = np.inf if cost is None else cost * self._count[value]
         wants: dict[int, Any] = {}
         for place, target in enumerate(targets):
@@ -269,10 +272,11 @@ class Problem:
             stood = self.repeats.value(value)
             sums = found.setdefault(stood, {})
             regathered = self._feeds_linears(value)
+            whole = max(self._largest(stood, INVARIANT), 1)
             for placement in dict.fromkeys(self._stand(placement) for node in keepers for placement in self._ways(node, value)):
                 for source in self._made[stood]:
                     kept = source if regathered and placement == REPLICATED else placement
-                    share = self._largest(stood, kept) / max(self._largest(stood, INVARIANT), 1)
+                    share = self._largest(stood, self._own(stood, kept)) / whole
                     sums[source, placement] = sums.get((source, placement), 0.0) + size * share
         return found
 
@@ -285,9 +289,8 @@ class Problem:
             if ref.name == value
         ]
 
-    def _as_for(self, others: list[tuple[Any, int]] | None, options: Sequence[tuple[Any, Any, float]]) -> list[tuple[Any, int]]:
-        """Options (own, its counterpart, cost) with the unknowns of the counterparts."""
-        known = dict(others or ())
+    def _as_for(self, known: Mapping[Any, int], options: Sequence[tuple[Any, Any, float]]) -> list[tuple[Any, int]]:
+        """Options (own, what it stands for, cost) with the unknowns of the counterparts, by what these stand for."""
         if len(known) != len(options) or any(counterpart not in known for _, counterpart, _ in options):
             raise _UnlikeError
         for _, counterpart, cost in options:
@@ -296,6 +299,13 @@ class Problem:
 
     def _stand(self, placement: Placement) -> Placement:
         return Part(self._stands[placement.cut]) if isinstance(placement, Part) and placement.cut is not None else placement
+
+    def _own(self, value: str, placement: Placement) -> Placement:
+        """The placement of this value that stands for `placement`."""
+        if not isinstance(placement, Part) or placement.cut is None:
+            return placement
+        there = frozenset[int]().union(*(self.numbers.leaves(axis) for axes in self.layout.values[value] for axis in axes))
+        return next((Part(cut) for cut in self._stood_for[self._stands[placement.cut]] if there & cut.parts.keys()), placement)
 
     def _counterpart(self, strategy: Strategy) -> Strategy:
         cut = self._stands[strategy.cut] if strategy.cut is not None else None

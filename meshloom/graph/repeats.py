@@ -36,26 +36,56 @@ def repeats_of(layout: Layout, numbers: Numbers, marks: Mapping[str, object] | N
 
     marks: of values; those with unlike marks are not counterparts.
     """
+    for joined in (True, False):
+        found = _found(layout, numbers, marks or {}, joined=joined)
+        if not any(_collapses(each, found.axes, numbers) for each in layout.values.values()):
+            return found
+    return Repeats()
+
+
+def _found(layout: Layout, numbers: Numbers, marks: Mapping[str, object], *, joined: bool) -> Repeats:
+    """joined: where what a block gives is the next one's input, on an axis of its own, all of these axes are one.
+
+        0 -> block -> 1 -> block -> 2        1 stands for 0, as it is what the second is given, and 2 for 1: so both stand for 0
+    """
     values: dict[str, str] = {}
     axes: dict[int, int] = {}
     for blocks in _containers(layout.program.nodes).values():
         kinds: list[Sequence[tuple[Node, str]]] = []  # the first block of each kind: layers of two kinds may take turns
         for block in (blocks[index] for index in sorted(blocks)):
             for first in kinds:
-                found = _match(layout, numbers, first, block, marks or {})
+                found = _match(layout, numbers, first, block, marks)
                 if found is None:
                     continue
                 new_values, new_axes = found
-                if all(axes.get(number, counterpart) == counterpart for number, counterpart in new_axes.items()):
-                    values.update(new_values)
+                if joined:
+                    for number, counterpart in new_axes.items():
+                        _join(axes, number, counterpart)
+                elif all(axes.get(number, counterpart) == counterpart for number, counterpart in new_axes.items()):
                     axes.update(new_axes)
-                    break
+                else:
+                    continue
+                values.update(new_values)
+                break
             else:
                 kinds.append(block)
-    moved = {number: axes[number] for number in axes if axes[number] != number}
-    if any(_collapses(each, moved, numbers) for each in layout.values.values()):
-        return Repeats()
-    return Repeats(values={name: other for name, other in values.items() if name != other}, axes=moved)
+    moved = {number: _end(axes, number) for number in axes}
+    return Repeats(
+        values={name: other for name, other in values.items() if name != other},
+        axes={number: other for number, other in moved.items() if number != other},
+    )
+
+
+def _end(axes: Mapping[int, int], number: int) -> int:
+    while axes.get(number, number) != number:
+        number = axes[number]
+    return number
+
+
+def _join(axes: dict[int, int], one: int, other: int) -> None:
+    """Let two stand for the same, the smaller number of what they stood for."""
+    first, second = sorted((_end(axes, one), _end(axes, other)))
+    axes[second] = first
 
 
 def _containers(nodes: Sequence[Node]) -> dict[str, dict[int, list[tuple[Node, str]]]]:
