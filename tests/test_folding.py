@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.graph.block_calls import NotAlikeError
 from meshloom.graph.folding import Folding
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
@@ -40,10 +39,10 @@ def whole(read: Callable[[bool], Program]) -> Program:
 
 
 def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tuple[Program, Program]:
-    folded = capture_shapes(job, batch)
+    folded = capture_shapes(job, batch, small=2**22)
     with monkeypatch.context() as patched:
         patched.setattr("meshloom.graph.shapes.folded", whole)
-        return folded, capture_shapes(job, batch)
+        return folded, capture_shapes(job, batch, small=2**22)
 
 
 @pytest.mark.long
@@ -233,7 +232,9 @@ def test_what_leaks_out_of_a_block_is_read_anew(monkeypatch: pytest.MonkeyPatch,
         seen.clear()
         return model(batch).sum() + torch.stack(seen).sum()
 
-    job = Job(model=lambda: Stack(Telling), loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=lambda: [torch.ones(6)], batch_size=1, steps=1)
+    job = Job(
+        model=lambda: Stack(Telling), loss=loss, optimizer=lambda named: torch.optim.SGD(named), data=lambda: [torch.ones(6)], batch_size=1, steps=1
+    )
     folded, unfolded = both_readings(monkeypatch, job, torch.ones(4, 6))
     assert counted == ["Telling"] * 2
     assert folded.digest() == unfolded.digest()

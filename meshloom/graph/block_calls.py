@@ -1,9 +1,9 @@
 """Operators that stand in a graph for calls of modules, while a loss is being read (`folding.py`); no program is left with them (`unfold.py`).
 
-    enter(given, state, 3)             here begins what call 3 computes, of the tensors it was given and of its module's parameters and buffers
-    ...
-    leave(made, 3)                     here it ends
-    y = alike(given, state, 3, ...)    a call of another module that is like call 3, and was not read
+enter(given, state, 3, path)       here begins what call 3 computes, of the tensors it was given and of its module's parameters and buffers
+...
+leave(made, 3)                     here it ends
+y = alike(given, state, 3, path, ...)    a call of another module that is like call 3, and was not read
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from meshloom.errors import CaptureError
+from meshloom.graph.nodes import Node
+
 
 class NotAlikeError(CaptureError):
     """Calls were taken for alike, and what was read does not bear it out: the loss is to be read as it is."""
 
 
-_AS = "int[] ranks, int[] sizes, int[] strides, ScalarType[] dtypes"
+_AS = "str path, int[] ranks, int[] sizes, int[] strides, ScalarType[] dtypes"
 
 _library = torch.library.Library("meshloom", "DEF")
-_library.define("enter(Tensor[] given, Tensor[] state, int call) -> ()")
+_library.define("enter(Tensor[] given, Tensor[] state, int call, str path) -> ()")
 _library.define("leave(Tensor[] made, int call) -> ()")
 _library.define(f"alike(Tensor[] given, Tensor[] state, int call, {_AS}) -> Tensor")
 _library.define(f"alike_several(Tensor[] given, Tensor[] state, int call, {_AS}) -> Tensor[]")
@@ -32,6 +35,12 @@ _ops: Any = torch.ops
 ENTER, LEAVE = _ops.meshloom.enter.default, _ops.meshloom.leave.default
 ALIKE, ALIKE_SEVERAL = _ops.meshloom.alike.default, _ops.meshloom.alike_several.default
 STAND_INS = frozenset({ENTER, LEAVE, ALIKE, ALIKE_SEVERAL})
+
+
+def path_of_call(node: Node) -> str:
+    """Of `enter` or `alike`: the module that is called. Its own place where only its forward was called, around which torch notes nothing."""
+    path: str = node.args[3]
+    return node.path if node.path.rpartition(".")[2] == path.rpartition(".")[2] else path
 
 
 def like(made: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[torch.dtype]]:
@@ -44,7 +53,7 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-def _made(given: Sequence[Tensor], state: Sequence[Tensor], call: int, ranks: Any, sizes: Any, strides: Any, dtypes: Any) -> list[Tensor]:
+def _made(given: Sequence[Tensor], state: Sequence[Tensor], call: int, path: str, ranks: Any, sizes: Any, strides: Any, dtypes: Any) -> list[Tensor]:
     made: list[Tensor] = []
     at = 0
     for rank, dtype in zip(ranks, dtypes, strict=True):
@@ -61,4 +70,4 @@ def _made_one(*args: Any) -> Tensor:
 for _name, _body in (("enter", _nothing), ("leave", _nothing), ("alike", _made_one), ("alike_several", _made)):
     torch.library.register_fake(f"meshloom::{_name}", _body, lib=_library)
 for _operator in (ENTER, LEAVE):
-    fx.node.has_side_effect(_operator)
+    has_side_effect(_operator)

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshloom.graph.attributes import TORCHS_OWN, plain_text
 from meshloom.graph.block_calls import ALIKE, ALIKE_SEVERAL, ENTER, LEAVE, like
+from meshloom.graph.sparse_constants import memory_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTENTS = ("_parameters", "_buffers", "_modules")
-
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,8 @@ class Folding:
 
     def __init__(self) -> None:
         self.count = 0
+        self._around: Callable[[], Any] = lambda: None
+        self._paths: dict[int, str] = {}
         self._owners: dict[int, nn.Module] = {}  # of a module's dictionary, which export's stand-ins for it share
         self._blocks: dict[int, _Block | None] = {}
         self._structures: dict[Any, int] = {}
@@ -69,6 +71,7 @@ class Folding:
         self._around = around
         modules = list(model.modules())
         self._owners = {id(vars(each)): each for each in modules}
+        self._paths = {id(each): path for path, each in model.named_modules()}
         kinds = {type(each) for each in modules if each is not model and any(True for _ in each.children())}
         homes = {home for kind in kinds if (home := _home_of_forward(kind)) is not None}
         before = {home: vars(home)["forward"] for home in homes}
@@ -141,7 +144,7 @@ class Folding:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         state = _state(block)
         before, versions = _attributes(block), [each._version for each in (*given, *state)]  # pyright: ignore[reportPrivateUsage]
-        ENTER(given, state, number)
+        ENTER(given, state, number, self._paths[id(module)])
         looked_at: set[tuple[int, str]] = set()
         self._open.append((module, looked_at))
         try:
@@ -165,7 +168,7 @@ class Folding:
         self.count += 1
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         stand_in = ALIKE if len(other.made) == 1 else ALIKE_SEVERAL
-        made = stand_in(given, _state(block), other.number, *like(other.made))
+        made = stand_in(given, _state(block), other.number, self._paths[id(block.parts[""])], *like(other.made))
         tensors = {"made": [made] if stand_in is ALIKE else made, "given": given}
         return tree_unflatten([tensors[each[0]][each[1]] if isinstance(each, _Place) else each for each in other.returned], other.spec)
 
@@ -202,7 +205,11 @@ def _block_of(module: nn.Module, structures: dict[Any, int]) -> _Block | None:
     if any(vars(each).get(name) for path, each in parts.items() if path for name in _HOOKS):
         return None
     state = tuple(
-        (each, kind, name) for each in parts.values() for kind in ("_parameters", "_buffers") for name, one in vars(each)[kind].items() if one is not None
+        (each, kind, name)
+        for each in parts.values()
+        for kind in ("_parameters", "_buffers")
+        for name, one in vars(each)[kind].items()
+        if one is not None
     )
     tensors = [vars(each)[kind][name] for each, kind, name in state]
     first: dict[int, int] = {}
@@ -290,9 +297,9 @@ def _returned(result: Any, given: Sequence[Tensor], state: Sequence[Tensor]) -> 
     graded = torch.is_grad_enabled() and any(each.requires_grad for each in (*given, *state))
     if not made or any(each.layout != torch.strided or each.requires_grad != (graded and each.is_floating_point()) for each in made):
         return None
-    memories = [_memory(each) for each in (*made, *given, *state)]
-    return (returned, spec, made) if len(set(memories[: len(made)])) == len(made) and not set(memories[: len(made)]) & set(memories[len(made) :]) else None
-
-
-def _memory(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+    memories = [memory_of(each) for each in (*made, *given, *state)]
+    return (
+        (returned, spec, made)
+        if len(set(memories[: len(made)])) == len(made) and not set(memories[: len(made)]) & set(memories[len(made) :])
+        else None
+    )

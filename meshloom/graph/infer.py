@@ -71,7 +71,7 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
                 if node.target is LEAVE:
                     made[args[1]] = args[0]
                 elif node.target in (ALIKE, ALIKE_SEVERAL):
-                    args = (*args[:3], *like(made[args[2]]))
+                    args = (*args[:4], *like(made[args[2]]))
                 try:
                     values[node] = node.target(*args, **kwargs)
                 except Exception as error:

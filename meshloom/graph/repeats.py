@@ -46,7 +46,7 @@ def repeats_of(layout: Layout, numbers: Numbers, marks: Mapping[str, object] | N
 def _found(layout: Layout, numbers: Numbers, marks: Mapping[str, object], *, joined: bool) -> Repeats:
     """joined: where what a block gives is the next one's input, on an axis of its own, all of these axes are one.
 
-        0 -> block -> 1 -> block -> 2        1 stands for 0, as it is what the second is given, and 2 for 1: so both stand for 0
+    0 -> block -> 1 -> block -> 2        1 stands for 0, as it is what the second is given, and 2 for 1: so both stand for 0
     """
     values: dict[str, str] = {}
     axes: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """A program in which calls stand for blocks that were not read (`folding.py`) becomes the whole one: each gets a copy of the operators of its like.
 
-    enter([h], [w0, b0], 1);  a = linear(h, w0, b0);  leave([a], 1)        a = linear(h, w0, b0)
-    y = alike([a], [w1, b1], 1)                                            y = linear(a, w1, b1)
+enter([h], [w0, b0], 1);  a = linear(h, w0, b0);  leave([a], 1)        a = linear(h, w0, b0)
+y = alike([a], [w1, b1], 1)                                            y = linear(a, w1, b1)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from meshloom.graph.block_calls import ALIKE, ALIKE_SEVERAL, ENTER, LEAVE, NotAlikeError
+from meshloom.graph.block_calls import ALIKE, ALIKE_SEVERAL, ENTER, LEAVE, NotAlikeError, path_of_call
 from meshloom.graph.contexts import Autocast, Context
 from meshloom.graph.nodes import Node, Ref, refs_in
 from meshloom.graph.program import Program
@@ -93,7 +93,7 @@ class _Unfolding:
                 enter, start = opened.pop(call)
                 given = tuple(ref.name for ref in refs_in(self.of(enter.args)))
                 self._blocks[call] = _Block(
-                    path=enter.path, context=enter.context, given=given, start=start, stop=len(self.nodes), made=tuple(ref.name for ref in self.of(made))
+                    path=path_of_call(enter), context=enter.context, given=given, start=start, stop=len(self.nodes), made=tuple(ref.name for ref in self.of(made))
                 )  # fmt: skip
             elif node.target in (ALIKE, ALIKE_SEVERAL):
                 self._copy(node)
@@ -108,10 +108,10 @@ class _Unfolding:
         given = [ref.name for ref in refs_in(self.of(stand_in.args[:2]))]
         names: dict[str, str] = {}
         if len(given) != len(block.given) or any(names.setdefault(one, other) != other for one, other in zip(block.given, given, strict=True)):
-            raise NotAlikeError(f"{stand_in.path} and {block.path} share their tensors in unlike ways.")
+            raise NotAlikeError(f"{path_of_call(stand_in)} and {block.path} share their tensors in unlike ways.")
         self._used[stand_in.args[2]] = block
         self._copies += 1
-        nodes = self.nodes[block.start : block.stop]
+        nodes, path = self.nodes[block.start : block.stop], path_of_call(stand_in)
         known = {*names, *self._there, *(node.name for node in nodes)}
         regions: dict[int, int] = {}
         state = dict(names)
@@ -125,7 +125,7 @@ class _Unfolding:
                     name=names[node.name],
                     args=_replaced(node.args, names),
                     kwargs={key: _replaced(each, names) for key, each in node.kwargs.items()},
-                    path=_moved(node.path, block.path, stand_in.path),
+                    path=_moved(node.path, block.path, path),
                     context=self._context(node.context, block.context, stand_in.context, regions),
                 )
             )
@@ -168,7 +168,6 @@ class _Unfolding:
                 ref.name in inside for ref in refs_in(self.of(self._program.outputs))
             ):
                 raise NotAlikeError(f"What lies inside of {block.path} is used outside of it.")
-
 
     def _drop_unused(self) -> None:
         """What was only given to calls that did not look at it; what draws or updates a buffer stays."""
