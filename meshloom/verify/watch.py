@@ -34,8 +34,8 @@ def digest_values(values: Any) -> str:
             dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
             flat = dense.cpu().contiguous().reshape(-1)
             digest.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
-            values: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-            digest.update(values)
+            written: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+            digest.update(written)
         elif isinstance(leaf, numpy.ndarray) and leaf.dtype != object:
             digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
