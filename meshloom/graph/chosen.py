@@ -168,6 +168,8 @@ class _Teller:
         stuck = next((node for node in blocking if node is not None), None)
         if stuck is not None and None not in blocking:
             return f"{stuck.operator} needs all of it ({_line(stuck)})"
+        if not variable.meta.requires_grad:
+            return "it is not trained, so that dividing it saves no update"
         return "dividing it would cost more than it saves"
 
     def _why_computed(self, node: Node) -> str:

@@ -53,15 +53,17 @@ class StagePlan:
     better: tuple[Better, ...] = ()
 
 
-def staged(readings: Readings, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None) -> StagePlan:
+def staged(readings: Readings, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None, offers: bool = True) -> StagePlan:
     """The stages of a plan with pp. batch_size: of the global batch; default: the job's. machine: whose rates count; default: this one's.
+
+    offers: say what would be better, for which more plans are tried.
 
     Numbers are those of whole stages, before they are divided over tp.
     Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be cut as the plan asks.
     """
     reader = _Reader(readings, batch_size or readings.job.batch_size, machine)
     found = reader.stage_plan(plan, with_traffic=True)
-    return replace(found, better=tuple(_better(found, reader)))
+    return replace(found, better=tuple(_better(found, reader))) if offers else found
 
 
 def stage_plan(
