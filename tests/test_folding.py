@@ -212,6 +212,17 @@ def test_is_read_as_often_as_it_is_called(name: str, monkeypatch: pytest.MonkeyP
     assert not counted
 
 
+def test_what_a_call_inside_would_have_looked_at_counts(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
+    """Two pairs of blocks, and the last divides by another number: the second pair is not like the first, whose second block was not read."""
+
+    def pair(*numbers: int) -> nn.Module:
+        return nn.Sequential(*map(Scaled, numbers))
+
+    folded, unfolded = both_readings(monkeypatch, job_of(lambda: Stack(lambda number: pair(1, 1 + number), 2)), torch.ones(4, 6))
+    assert folded.digest() == unfolded.digest()
+    assert counted == ["Scaled"] * 2
+
+
 def test_several_results(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     """The first call is given one tensor, the others three values: the third is like the second."""
     folded, unfolded = both_readings(monkeypatch, job_of(lambda: Stack(Several, 4)), torch.ones(4, 6))

@@ -166,6 +166,9 @@ class Folding:
     def _as(self, other: _Read, block: _Block, leaves: Sequence[Any]) -> Any:
         """What a call gives that is like one that was read."""
         self.count += 1
+        here = {id(vars(one)): id(vars(part)) for one, part in zip(other.block.parts.values(), block.parts.values(), strict=True)}
+        for _, looked_at in self._open:  # calls around this one depend on what its forward would have looked at
+            looked_at.update((here[owner], name) for owner, name in other.looked_at if owner in here)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         stand_in = ALIKE if len(other.made) == 1 else ALIKE_SEVERAL
         made = stand_in(given, _state(block), other.number, self._paths[id(block.parts[""])], *like(other.made))
