@@ -23,18 +23,23 @@ from meshloom.graph.sparse_constants import strides_of
 from meshloom.job import Job, LossFunction
 
 
-def capture(job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype: torch.dtype | None = None, numbers: bool = True) -> Program:
+def capture(
+    job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype: torch.dtype | None = None, numbers: bool = True, fold: bool = True
+) -> Program:
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if there is none.
 
     The loss is read twice, under different data and seeds; what differs would be frozen in the program, so it is refused.
     dtype: convert the model and the batches to it first. numbers: whether numbers in a batch can be inputs; else the program is for these numbers.
+    fold: read calls of modules that are alike once (`folding.py`).
     """
     with one_thread():
-        return capture_module(build_model(job, dtype, training=training, beside=batches[0]), job.loss, batches, dtype=dtype, numbers=numbers)
+        return capture_module(
+            build_model(job, dtype, training=training, beside=batches[0]), job.loss, batches, dtype=dtype, numbers=numbers, fold=fold
+        )
 
 
 def capture_module(
-    model: nn.Module, loss: LossFunction, batches: tuple[Any, Any], *, dtype: torch.dtype | None = None, numbers: bool = True
+    model: nn.Module, loss: LossFunction, batches: tuple[Any, Any], *, dtype: torch.dtype | None = None, numbers: bool = True, fold: bool = True
 ) -> Program:
     """The same for a module that is there already. Its tensors stay as they are; plain attributes that its forward changes do not."""
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
@@ -51,7 +56,7 @@ def capture_module(
         return program
 
     with reading(dtype):
-        program, others = read_values(given, lambda leaves: folded(partial(read, leaves)), numbers=numbers)
+        program, others = read_values(given, lambda leaves: folded(partial(read, leaves)) if fold else read(leaves, False), numbers=numbers)
     return replace(program, others=others, _runners={})
 
 
