@@ -44,15 +44,15 @@ def test_text_of_a_small_program():
         "parameter first.bias: float32[2], also again.bias",
         "buffer steps: int64[]",
         "input x: float32[4, 3]",
-        "add_tensor = add.Tensor(steps, 1) -> int64[]",
-        "abs_1 = abs(x) -> float32[4, 3]  # no_grad",
-        "max_1 = max(abs_1) -> float32[]  # no_grad",
+        "add = add.Tensor(steps, 1) -> int64[]",
+        "abs = abs(x) -> float32[4, 3]  # no_grad",
+        "max = max(abs) -> float32[]  # no_grad",
         "linear = linear(x, first.weight, first.bias) -> float32[4, 2]  # again",
         "dropout = dropout(linear, 0.5, True) -> float32[4, 2]  # draw 0",
-        "div = div.Tensor(dropout, max_1) -> float32[4, 2]",
-        "sum_1 = sum(div) -> float32[]",
-        "update steps = add_tensor",
-        "return sum_1, 4",
+        "div = div.Tensor(dropout, max) -> float32[4, 2]",
+        "sum = sum(div) -> float32[]",
+        "update steps = add",
+        "return sum, 4",
     ]
 
 
