@@ -47,7 +47,6 @@ class Exported:
     out_spec: how the outputs are arranged.
     changed: plain attributes that the forward changed: (module, attribute, before, after).
     left: what was in them before and after: (module, attribute, before, after). Export puts some of it back, and some not.
-    folded: calls that were not read, because others are like them.
     """
 
     graph: fx.Graph
@@ -58,7 +57,6 @@ class Exported:
     out_spec: TreeSpec
     changed: list[Changed]
     left: list[tuple[str, str, Any, Any]]
-    folded: int = 0
 
 
 def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], *, fold: bool = False) -> Exported:
@@ -265,7 +263,6 @@ def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
         out_spec=seen.out_spec,
         changed=seen.changed,
         left=seen.left,
-        folded=seen.folding.count if seen.folding is not None else 0,
     )
 
 

@@ -11,7 +11,7 @@ What is noted are stand-ins (`block_calls.py`); `unfold.py` puts the operators o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshloom.graph.attributes import TORCHS_OWN, plain_text
 from meshloom.graph.block_calls import ALIKE, ALIKE_SEVERAL, ENTER, LEAVE, like
+from meshloom.graph.readable import replaced
 from meshloom.graph.sparse_constants import memory_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -74,22 +75,13 @@ class Folding:
         self._paths = {id(each): path for path, each in model.named_modules()}
         kinds = {type(each) for each in modules if each is not model and any(True for _ in each.children())}
         homes = {home for kind in kinds if (home := _home_of_forward(kind)) is not None}
-        before = {home: vars(home)["forward"] for home in homes}
-        had = vars(nn.Module).get("__getattribute__")
-        for home, forward in before.items():
-            home.forward = self._wrapped(forward)
-        nn.Module.__getattribute__ = self._looking()  # type: ignore[method-assign]
-        try:
+        with ExitStack() as around_all:
+            for home in homes:
+                around_all.enter_context(replaced(home, "forward", self._wrapped(vars(home)["forward"])))
+            around_all.enter_context(replaced(nn.Module, "__getattribute__", self._looking()))
             yield
-        finally:
-            if had is None:
-                del nn.Module.__getattribute__
-            else:
-                nn.Module.__getattribute__ = had  # type: ignore[method-assign]
-            for home, forward in before.items():
-                home.forward = forward
-            self._read.clear()
-            self._kept.clear()
+        self._read.clear()
+        self._kept.clear()
 
     def _looking(self) -> Any:
         """Python's own look-up of a module's attribute, which notes it for the calls that are being read."""

@@ -30,9 +30,9 @@ def readable() -> Iterator[None]:
     """Around a reading of a loss. It changes what all threads see of torch, so there is one reading at a time."""
     applied: list[Applied] = []
     with ExitStack() as around:
-        around.enter_context(_replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied)))
-        around.enter_context(_replaced(Distribution, "_validate_args", False))
-        around.enter_context(_replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)))
+        around.enter_context(replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied)))
+        around.enter_context(replaced(Distribution, "_validate_args", False))
+        around.enter_context(replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)))
         yield
     check_products(applied)
 
@@ -52,7 +52,8 @@ def aligned_without_values() -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of a class or a module is another one inside, and afterwards as it was, or not there if it was not."""
     before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
