@@ -109,16 +109,15 @@ class _Unfolding:
         names: dict[str, str] = {}
         if len(given) != len(block.given) or any(names.setdefault(one, other) != other for one, other in zip(block.given, given, strict=True)):
             raise NotAlikeError(f"{path_of_call(stand_in)} and {block.path} share their tensors in unlike ways.")
-        self._used[stand_in.args[2]] = block
-        self._copies += 1
         nodes, path = self.nodes[block.start : block.stop], path_of_call(stand_in)
-        known = {*names, *self._there, *(node.name for node in nodes)}
+        if stand_in.args[2] not in self._used:
+            self._check_given(block, nodes)
+            self._used[stand_in.args[2]] = block
+        self._copies += 1
         regions: dict[int, int] = {}
         state = dict(names)
         names |= {node.name: f"{node.name}@{self._copies}" for node in nodes}
         for node in nodes:
-            if any(ref.name not in known for ref in node.operands()):
-                raise NotAlikeError(f"{node.operator} in {block.path} uses what the call was not given.")
             self.nodes.append(
                 replace(
                     node,
@@ -135,6 +134,13 @@ class _Unfolding:
             (self._instead[stand_in.name],) = made
         else:
             self._picks[stand_in.name] = made
+
+    def _check_given(self, block: _Block, nodes: Sequence[Node]) -> None:
+        """A block that is copied uses only what its call was given, and what is there for all."""
+        known = {*block.given, *self._there, *(node.name for node in nodes)}
+        for node in nodes:
+            if any(ref.name not in known for ref in node.operands()):
+                raise NotAlikeError(f"{node.operator} in {block.path} uses what the call was not given.")
 
     def _update(self, state: Mapping[str, str], names: Mapping[str, str]) -> None:
         """Buffers that the copied block updates. state: value of the block that was read -> that of the copy."""

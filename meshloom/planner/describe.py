@@ -10,7 +10,7 @@ from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
 from meshloom.job import Job
 from meshloom.planner.blocks import Block, blocks_of
-from meshloom.planner.memory import Memory, predict_memory
+from meshloom.planner.memory import OPTIMIZER_FACTOR, Memory, predict_memory
 from meshloom.planner.readings import Readings
 
 
@@ -36,8 +36,8 @@ class Description:
 
     @property
     def optimizer_factor(self) -> float:
-        """Bytes of optimizer state per byte of parameters; two averages where the optimizer cannot be asked."""
-        return self.memory.optimizer / self.memory.parameters if self.memory and self.memory.parameters else 2.0
+        """Bytes of optimizer state per byte of parameters."""
+        return self.memory.optimizer_factor if self.memory else OPTIMIZER_FACTOR
 
 
 def describe(readings: Readings, *, batch_size: int | None = None, machine: Machine | None = None) -> Description:

@@ -22,6 +22,7 @@ from meshloom.job import NamedParameters
 from meshloom.planner.fake_step import FakeStep
 
 PHASES = ("forward", "backward", "update", "publish")
+OPTIMIZER_FACTOR = 2.0  # bytes of optimizer state per byte of parameters, where the optimizer cannot be asked: two averages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,11 @@ class Memory:
     def phase(self) -> str:
         """In which that is."""
         return max(self.peaks, key=lambda phase: self.peaks[phase])
+
+    @property
+    def optimizer_factor(self) -> float:
+        """Bytes of optimizer state per byte of parameters."""
+        return self.optimizer / self.parameters if self.parameters else OPTIMIZER_FACTOR
 
 
 def predict_memory(

@@ -7,22 +7,18 @@ from dataclasses import dataclass, field, replace
 
 from meshloom.cluster import COUNTED_IN_FLOPS, Machine
 from meshloom.errors import CaptureError, MachineError
-from meshloom.graph.cost import Cost, costs
-from meshloom.graph.program import Program
 from meshloom.graph.seconds import kind_of, node_seconds, program_seconds
-from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
 from meshloom.links import Crowd
 from meshloom.plan import Plan, chunk_sizes
 from meshloom.planner.amdahl import Work, bound, with_communication
 from meshloom.planner.measure import measure_memory
 from meshloom.planner.memory import Memory, predict_memory
+from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal import RankStep, Rehearsal
 from meshloom.planner.rehearse import rehearse
 from meshloom.planner.step_seconds import Places, StepPrice, price_step
 from meshloom.state.samples import first_batches
-
-OPTIMIZER_FACTOR = 2.0  # bytes of optimizer state per byte of parameters, where the optimizer cannot be asked: two averages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +97,15 @@ class Pricer:
     def __init__(self, job: Job, devices: Devices) -> None:
         self._job = job
         self._devices = devices
-        self._programs: dict[int, Program] = {}
-        self._priced: dict[str, Cost] = {}
+        self._readings = Readings(job)
         self.unread = ""
         try:
-            self._priced = costs(self._program(job.batch_size))
+            self._readings.of(job.batch_size)
         except CaptureError as error:
             self.unread = str(error)
         predicted = self._predicted(Plan())
         self._is_predicted = predicted is not None
-        self.one_device = one = predicted or measure_memory(job, first_batches(job, 1))
-        self._optimizer_factor = one.optimizer / one.parameters if one.parameters else OPTIMIZER_FACTOR
+        self.one_device = predicted or measure_memory(job, first_batches(job, 1))
         self._memory_share = self._share_of_memory()
         self._speed = self._relative_speed()
         self._machine = devices.machine
@@ -155,7 +149,7 @@ class Pricer:
 
     def _rehearsed(self, plan: Plan, threads: int) -> Rehearsal:
         found = rehearse(
-            self._job, plan, threads=threads, common_memory=self._devices.common_memory, optimizer_factor=self._optimizer_factor
+            self._job, plan, threads=threads, common_memory=self._devices.common_memory, optimizer_factor=self.one_device.optimizer_factor
         )  # fmt: skip
         return at_speed(found, self._speed) if self._speed != 1.0 else found
 
@@ -177,7 +171,7 @@ class Pricer:
         """From shapes; None where the loss cannot be read, or the optimizer cannot be stepped without values."""
         if self.unread:
             return None
-        program = self._program(chunk_sizes(self._job.batch_size, plan.num_chunks)[0])
+        program = self._readings.of(chunk_sizes(self._job.batch_size, plan.num_chunks)[0]).program
         try:
             return predict_memory(
                 program, self._job.optimizer, microbatches=plan.microbatches, dp=plan.dp, zero=plan.zero, one_copy=one_copy
@@ -185,20 +179,15 @@ class Pricer:
         except Exception:  # the user's optimizer may do anything; then memory is measured
             return None
 
-    def _program(self, samples: int) -> Program:
-        if samples not in self._programs:
-            (batch,) = first_batches(self._job, 1, samples)
-            self._programs[samples] = capture_shapes(self._job, batch)
-        return self._programs[samples]
-
     def _share_of_memory(self) -> float:
         """Of a rank's time, what operators take that read and write memory rather than multiply; one half where the loss cannot be read."""
         if self.unread:
             return 0.5
         products = others = 0.0
-        for node in self._program(self._job.batch_size).nodes:
-            seconds = node_seconds(node, self._priced[node.name], self._devices.machine).total
-            if kind_of(node, self._priced[node.name]) in COUNTED_IN_FLOPS:
+        read = self._readings.of(self._job.batch_size)
+        for node in read.program.nodes:
+            seconds = node_seconds(node, read.costs[node.name], self._devices.machine).total
+            if kind_of(node, read.costs[node.name]) in COUNTED_IN_FLOPS:
                 products += seconds
             else:
                 others += seconds
@@ -211,8 +200,8 @@ class Pricer:
             return 1.0
         if self.unread:
             raise MachineError(f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}")
-        program = self._program(self._job.batch_size)
-        return program_seconds(program, self._priced, there).total / program_seconds(program, self._priced, here).total
+        read = self._readings.of(self._job.batch_size)
+        return program_seconds(read.program, read.costs, there).total / program_seconds(read.program, read.costs, here).total
 
 
 def crowds_of(machine: Machine, factors: Mapping[int, float], threads_of: Callable[[int], int], memory_share: float) -> tuple[Crowd, ...]:

@@ -17,6 +17,7 @@ from meshloom.pipeline.cutting import schedule_of
 from meshloom.pipeline.staging import stages_of_part
 from meshloom.pipeline.traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 from meshloom.plan import Plan
+from meshloom.planner.memory import OPTIMIZER_FACTOR
 from meshloom.planner.rehearsal import Held
 from meshloom.planner.stage_kept import kept_bytes_of
 
@@ -42,7 +43,7 @@ def rank_shares(
     *,
     part: Partition | None = None,
     choice: CutChoice | None = None,
-    optimizer_factor: float = 2.0,
+    optimizer_factor: float = OPTIMIZER_FACTOR,
 ) -> tuple[RankShare, ...]:
     """[rank along pp]. program: of the largest microbatch, whole. part, choice: how it is divided and cut, where the plan has tp and pp.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 
@@ -16,11 +17,15 @@ from meshloom.state.samples import first_batches
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """costs: of its nodes. kinds: path of a module -> name of its class."""
+    """kinds: path of a module -> name of its class."""
 
     program: Program
-    costs: Mapping[str, Cost]
     kinds: Mapping[str, str]
+
+    @cached_property
+    def costs(self) -> Mapping[str, Cost]:
+        """Of its nodes."""
+        return costs(self.program)
 
 
 class Readings:
@@ -47,4 +52,4 @@ class Readings:
             return built
 
         program = capture_shapes(replace(self.job, model=model), batch)
-        return Reading(program=program, costs=costs(program), kinds=kinds)
+        return Reading(program=program, kinds=kinds)

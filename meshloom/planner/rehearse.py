@@ -28,6 +28,7 @@ from meshloom.mesh import AXES, Axis, Mesh, Place
 from meshloom.pipeline.recorder import Recorder
 from meshloom.plan import Plan
 from meshloom.planner.kept import Kept
+from meshloom.planner.memory import OPTIMIZER_FACTOR
 from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal import Held, RankStep, Rehearsal
 from meshloom.random import preserved_draws
@@ -49,7 +50,7 @@ def check_plan(job: Job, plan: Plan) -> None:
     plan.check_batch(job.batch_size)
 
 
-def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimizer_factor: float = 2.0) -> Rehearsal:
+def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimizer_factor: float = OPTIMIZER_FACTOR) -> Rehearsal:
     """Steps of `plan` on CPUs, each rank with so many threads.
 
     common_memory: ranks along dp are processes of one host that share memory. optimizer_factor: bytes of optimizer state per byte of parameters.

@@ -61,6 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         os.environ["HOME"] = home  # where no machine was measured
         known, _ = _lines_of_before()
+        failed: list[str] = []
         for name in arguments.names or [each for each in PUBLISHED if not (arguments.missing and each in known)]:
             with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
                 warnings.simplefilter("ignore")
@@ -68,8 +69,11 @@ def main() -> None:
                     rows, whole = _rows(PUBLISHED[name])
                 except Exception:
                     print(f"{name}: {traceback.format_exc(limit=-3)}", flush=True)
+                    failed.append(name)
                     continue
             _write(name, rows, whole)
+    if failed:
+        raise SystemExit(f"Without rows: {', '.join(failed)}.")
 
 
 def lines_of(model: Published, num_operators: int, row: Row) -> tuple[str, list[str]]:
