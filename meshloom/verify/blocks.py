@@ -29,6 +29,11 @@ def norm(tensor: Tensor) -> float:
     return math.sqrt(sum(float(torch.nan_to_num(block, 0.0, 0.0, 0.0).square().sum()) for block in wide_blocks(values)))
 
 
+def same_rows(a: Tensor, b: Tensor) -> bool:
+    """Whether two coalesced sparse tensors have values in the same places."""
+    return a.shape == b.shape and torch.equal(a.indices().to(b.device), b.indices())
+
+
 def distance(a: Tensor, b: Tensor) -> float:
     """||a - b|| of dense tensors of one shape, on the device of b; infinite if something infinite or NaN is not the same in both."""
     square = 0.0

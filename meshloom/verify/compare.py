@@ -10,13 +10,16 @@ is measured by the rest. a is the plan's, b is one device's.
     parameter   after the step
     update      the parameter's change in this step, which shows what a small learning rate hides in the parameter
 
+An error counts as rounding up to a tolerance of the precision. Above it, a gradient still agrees if it is no further from one device's than one device's
+own goes when its parameters are moved at random by a few units of rounding (`Reference.moved`): what one device cannot tell from rounding, nobody can.
+
 Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be the same on both sides and count in no norm. A gradient
 that is not finite never agrees.
 
 An optimizer that divides by the gradient's size turns rounding into a full step wherever a gradient is nothing but rounding
 (a bias before batch norm, the bias of attention keys), and what comes of it spreads: into running means, and through
 optimizers that look at a whole tensor into its other elements. So one device is given each of the plan's gradients that agrees
-plan's to update with, and goes on from the plan's parameters once they agree, too: then every element can be compared, and neither run drifts from the other.
+to update with, and goes on from the plan's parameters once they agree, too: then every element can be compared, and neither run drifts from the other.
 
 Tensors come one by one and are compared as they come: nobody keeps a step's gradients or parameters beside the model's own.
 """
@@ -24,7 +27,7 @@ Tensors come one by one and are compared as they come: nobody keeps a step's gra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,7 +35,7 @@ import torch
 from torch import Tensor
 
 from meshloom.plan import Plan
-from meshloom.verify.blocks import distance, norm, wide_blocks
+from meshloom.verify.blocks import distance, norm, same_rows, wide_blocks
 from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
 
 Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update"]
@@ -47,7 +50,7 @@ _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, t
 
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
-    """One comparison of a tensor of so many elements."""
+    """One comparison of a tensor of so many elements. moved: the tolerance is what moving one device's parameters by rounding does to it."""
 
     name: str
     kind: Kind
@@ -55,6 +58,7 @@ class TensorError:
     error: float
     tolerance: float
     elements: int = 1
+    moved: bool = False
 
     @property
     def passed(self) -> bool:
@@ -119,10 +123,16 @@ def _loss_errors(ours: StepRecord, one: StepRecord, tolerance: float) -> Iterato
 
 
 class GradientErrors:
-    """Errors of one step's averaged gradients, which come one by one. one: one device's, by name, which may change once they are compared."""
+    """Errors of one step's averaged gradients, which come one by one.
 
-    def __init__(self, one: Gradients, step: int, tolerance: float) -> None:
+    one: one device's, by name, which may change once they are compared. moved: asked at most once, when one is further off than the tolerance: by name,
+    how far one device's go when its parameters are moved by rounding.
+    """
+
+    def __init__(self, one: Gradients, step: int, tolerance: float, moved: Callable[[], Mapping[str, float]] | None = None) -> None:
         self.norms = {name: norm(each) for name, each in one.items() if each is not None}
+        self._ask = moved
+        self._moved: Mapping[str, float] | None = None
         self._one = one
         self._step = step
         self._tolerance = tolerance
@@ -135,7 +145,9 @@ class GradientErrors:
         # A gradient that is small because large terms cancel carries their rounding: some units of the largest gradient.
         size = max(self.norms.get(name, 0.0), FLOOR * self._largest)
         rounding = ROUNDING_UNITS * torch.finfo(one.dtype).eps * self._largest / size if one is not None and size else 0.0
-        self._found[name] = self._made(name, self._error(name, ours, one, size), self._tolerance + rounding)
+        error, tolerance = self._error(name, ours, one, size), self._tolerance + rounding
+        moved = 0.0 if error <= tolerance or not math.isfinite(error) else _ratio(self._how_far(name), size)
+        self._found[name] = self._made(name, error, max(tolerance, moved), moved=moved > tolerance)
         return self._found[name]
 
     def errors(self) -> list[TensorError]:
@@ -149,16 +161,22 @@ class GradientErrors:
             return 0.0 if ours is one else math.inf
         if ours.is_sparse and one.is_sparse:
             ours, one = ours.coalesce(), one.coalesce()
-            if ours.shape != one.shape or not torch.equal(ours.indices().to(one.device), one.indices()):
+            if not same_rows(ours, one):
                 return math.inf  # SparseAdam updates the rows that were used
             ours, one = ours.values(), one.values()
         if not all(bool(block.isfinite().all()) for block in wide_blocks(one.to_dense())):
             return math.inf
         return _error(ours.to_dense(), one.to_dense(), size)
 
-    def _made(self, name: str, error: float, tolerance: float) -> TensorError:
+    def _how_far(self, name: str) -> float:
+        if self._moved is None:
+            self._moved = self._ask() if self._ask else {}
+        return self._moved.get(name, 0.0)
+
+    def _made(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
         one = self._one.get(name)
-        return TensorError(name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, elements=0 if one is None else one.numel())
+        elements = 0 if one is None else one.numel()
+        return TensorError(name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, elements=elements, moved=moved)
 
 
 class StateErrors:

@@ -136,7 +136,7 @@ def _from_gradients(comparison: Comparison, ours: StepRecord, one: StepRecord, e
     everything = not any(name in passed and size > FLOOR * max(sizes.values()) for name, size in sizes.items())
     who = "All gradients are" if everything else f"The gradients of {_names(failed)} are"
     error = _distance(theirs, lambda name: right[name])
-    rounding = 0.1 * next(each.tolerance for each in comparison.errors if each.kind == "gradient")
+    rounding = 0.1 * min(each.tolerance for each in comparison.errors if each.kind == "gradient")
     best, cause = math.inf, None
     for candidate, expected in _candidates(evidence, one, theirs, right, everything, who):
         left = _distance(theirs, expected)

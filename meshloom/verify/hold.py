@@ -60,7 +60,8 @@ class Holding:
         if not self._steps:
             with suppress(torch.OutOfMemoryError):  # microbatches may be there because the whole batch does not fit
                 self._whole = compare_whole_batch(reference, tolerance)
-        self._gradients = GradientErrors(reference.gradients, reference.number, tolerance)
+        agreed = all(step.passed for step in self._steps)  # afterwards the two are no longer at the same parameters
+        self._gradients = GradientErrors(reference.gradients, reference.number, tolerance, reference.moved if agreed else None)
         self.thinned = {}
 
     def gradient(self, name: str, ours: Tensor | None) -> None:

@@ -29,7 +29,7 @@ from meshloom.errors import JobError
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, seed_everything
-from meshloom.verify.blocks import wide_blocks
+from meshloom.verify.blocks import distance, same_rows, wide_blocks
 from meshloom.verify.merging import Merging
 from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
 from meshloom.verify.precision import convert, convert_model, default_dtype
@@ -38,6 +38,10 @@ from meshloom.verify.samples import read_batches
 from meshloom.verify.watch import CastWatch, ModuleWatch, digest_values
 
 Gradients = dict[str, Tensor | None]
+
+# By how many units in the last place parameters are moved to see what rounding does. A sum of thousands of products is off by several; and an event that rounding
+# brings about once in a run, a relu that flips, is met often enough to be measured. In half precisions products are summed in float32, which leaves the last rounding.
+_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +104,7 @@ class Reference:
         self._number = -1  # of the last step
         self._samples: list[Any] = []
         self.chunks: list[ChunkRecord] = []
-        self._loss_sum = self._weight = self._norm = 0.0
+        self._loss_sum = self._weight = 0.0
         self._found: dict[str, Tensor] = {}  # buffers, and parameters that are not trained, as the last step found them
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
 
@@ -157,7 +161,6 @@ class Reference:
                 self.chunks += self._chunk_records(share, ran)
             self._divide(self._weight)
             self._merging.put(self._merging.merge(start, wrote, self._buffers_after))
-            self._norm = _norm(self.gradients)
 
     def take_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Go on with this gradient in place of its own, which it equals up to rounding."""
@@ -176,8 +179,9 @@ class Reference:
         """The second half: clip, optimizer, scheduler; the record of the whole step."""
         gradients = thin(self.gradients)
         self.before = {name: self._found[name] if name in self._found else each.detach().clone() for name, each in self.parameters.items()}
+        norm = _norm(self.gradients)  # of those that were taken over, so that it is the norm that is compared, and not once more the gradients
         if self.job.clip_grad_norm is not None:
-            factor = min(1.0, self.job.clip_grad_norm / (_norm(self.gradients) + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+            factor = min(1.0, self.job.clip_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad * factor
@@ -196,7 +200,7 @@ class Reference:
             step=self._number,
             loss=self.loss,
             weight=self._weight,
-            gradient_norm=self._norm,
+            gradient_norm=norm,
             gradients=gradients,
             chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)),
@@ -220,6 +224,40 @@ class Reference:
                     chunks=list(self._chunk_records(share, ran)),
                 ),
             )
+
+    def moved(self) -> dict[str, float]:
+        """Between `run` and `update`, by name, how far the averaged gradients go when the parameters are moved at random by some units of rounding.
+
+        The step once more: ||gradient where each element of a parameter is w (1 + u), |u| <= units * eps  -  gradient||, eps that of the
+        least precise values in the model. Rounding errors are such moves, as far as what comes of them can tell (backward error analysis).
+        """
+        with self._again() as own, self._moved_parameters():
+            weight = 0.0
+            for share in self._cut(self._samples):
+                self._restore()
+                weight += self._run(share).weight
+            self._divide(weight)
+            return {name: _apart(there, here) for name, there in self.gradients.items() if there is not None and (here := own[name]) is not None}
+
+    @contextmanager
+    def _moved_parameters(self) -> Iterator[None]:
+        """Trainable parameters are moved inside, and as they were afterwards."""
+        low = [dtype for cast in self.casts if isinstance(dtype := getattr(torch, cast.dtype), torch.dtype)]
+        farthest = max(_UNITS.get(dtype, 1) * torch.finfo(dtype).eps for dtype in (self.precision, *low))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        kept = [parameter.detach().clone() for parameter in trained]
+        generator = torch.Generator(self.device).manual_seed(derive(self.job.seed, "moved", self._number))
+        try:
+            with torch.no_grad():
+                for parameter in trained:
+                    flat = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+                    moves = torch.empty(flat.shape, dtype=torch.float32 if flat.element_size() < 4 else flat.dtype, device=flat.device)
+                    flat.copy_(moves.uniform_(-farthest, farthest, generator=generator).add_(1).mul_(flat))
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(trained, kept, strict=True):
+                    parameter.copy_(value)
 
     def facts(self, norms: Mapping[str, float], previous: Gradients | None = None) -> Evidence:
         """What is known without running anything again. norms: of the step's averaged gradients. previous: those of the step before, thinned."""
@@ -409,6 +447,15 @@ def _as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise JobError("The loss must be one number: a mean over the batch's samples, or (sum, weight).")
     return (loss.reshape(()) * samples, float(samples)) if weight is None else (loss.reshape(()), float(weight))
+
+
+def _apart(there: Tensor, here: Tensor) -> float:
+    """||there - here||; of sparse gradients whose rows are not the same, 0: rounding moves no rows."""
+    if there.is_sparse and here.is_sparse:
+        there, here = there.coalesce(), here.coalesce()
+        return distance(there.values(), here.values()) if same_rows(there, here) else 0.0
+    found = distance(there.to_dense(), here.to_dense())
+    return found if math.isfinite(found) else 0.0
 
 
 def _norm(gradients: Mapping[str, Tensor | None]) -> float:
