@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.graph.axes import Axis, concatenation
+from meshloom.graph.axes import Axis, concatenation, product
 from meshloom.graph.capture import capture
 from meshloom.graph.layout import layout_of
 from meshloom.graph.rules.table import BUILT_IN
-from meshloom.graph.unify import unify
+from meshloom.graph.unify import settle, unify
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.verify.run import verify
@@ -95,6 +96,18 @@ def test_an_axis_that_occurs_twice_is_split_where_that_ends():
     half = Axis(500)
     assert unify(concatenation([half, half]), concatenation([Axis(300), Axis(700)]))
     assert [leaf.size for leaf in half.leaves()] == [300, 200]
+
+
+@pytest.mark.parametrize("newer_first", [True, False])
+def test_ways_do_not_grow_with_the_number_of_layers(newer_first: bool):
+    """Every layer made the axis of the one before the same as its own. Who then asked what an axis is went through all layers: half of the time that
+    80 of them took to be followed. With this many it would be minutes."""
+    axes = [product([Axis(2), concatenation([Axis(3), Axis(5)])]) for _ in range(5000)]
+    for older, newer in pairwise(axes):
+        assert unify(newer, older) if newer_first else unify(older, newer)
+    settle(axes)
+    assert len({tuple(leaf.key for leaf in axis.leaves()) for axis in axes}) == 1
+    assert repr(axes[0]) == repr(axes[-1]) == "(2 x (3 | 5))"
 
 
 @pytest.mark.slow

@@ -59,16 +59,21 @@ class Axis:
     Compare axes by `key`.
     """
 
-    __slots__ = ("_start", "_strip", "size")
+    __slots__ = ("_key", "_leaves", "_parts", "_start", "_strip", "size")
 
     def __init__(self, size: int, strip: Strip | None = None, start: int = 0) -> None:
         self.size = size
         self._strip = Strip(size) if strip is None else strip
         self._start = start
+        self._key: Key | None = None  # this and the next two: once it is settled
+        self._parts: tuple[Axis, ...] | None = None
+        self._leaves: tuple[Axis, ...] | None = None
 
     @property
     def key(self) -> Key:
         """What it is a stretch of, from where on, and its size: equal for axes that are one."""
+        if self._key is not None:
+            return self._key
         strip, start = self._strip, self._start
         while strip.kind is not None:
             if strip.kind == "same":
@@ -84,10 +89,23 @@ class Axis:
             strip, start = part._strip, part._start + start - strip.ends[place] + part.size
         return strip, start, self.size
 
+    def shorten(self) -> None:
+        """Go the way to the strips that it is made of, so that nobody need go it again: none of those on it is taken back."""
+        pending: list[Axis] = [self]
+        while pending:
+            axis = pending.pop()
+            way = [axis]  # ways that end in one strip share what lies before it
+            while way[-1]._strip.kind == "same":
+                way += way[-1]._strip.parts
+            for each in reversed(way):
+                each._strip, each._start, _ = each.key
+            pending += axis._strip.parts
+
     def settled(self) -> None:
-        """Go the way to the strip that it is a stretch of once and for all: none of the strips on it is taken back."""
+        """What it is made of is known from now on: no strip becomes anything any more."""
         parts = self.parts if self.kind == "concatenation" else ()
-        self._strip, self._start, _ = parts[0].key if len(parts) == 1 else self.key
+        key = parts[0].key if len(parts) == 1 else self.key
+        self._strip, self._start, _ = self._key = key
 
     @property
     def strip(self) -> Strip:
@@ -119,6 +137,8 @@ class Axis:
     @property
     def parts(self) -> tuple[Axis, ...]:
         """Of a product, outermost first; of a concatenation, in order. None of them is of the same kind."""
+        if self._parts is not None:
+            return self._parts
         kind = self.kind
         found: list[Axis] = []
         pending = list(reversed(self._inside()))
@@ -130,6 +150,10 @@ class Axis:
                 found[-1] = Axis(found[-1].size + part.size, part.strip, found[-1].start)
             else:
                 found.append(part)
+        if self._key is not None:
+            for part in found:
+                part.settled()
+            self._parts = tuple(found)
         return tuple(found)
 
     def _inside(self) -> list[Axis]:
@@ -155,13 +179,20 @@ class Axis:
 
     def leaves(self) -> Iterator[Axis]:
         """The axes without parts that it is made of, each as often as it occurs."""
+        if self._leaves is not None:
+            yield from self._leaves
+            return
         pending: list[Axis] = [self]
+        found: list[Axis] = []
         while pending:
             axis = pending.pop()
             if axis.kind is None:
-                yield axis
+                found.append(axis)
             else:
                 pending += reversed(axis.parts)
+        if self._key is not None:
+            self._leaves = tuple(found)
+        yield from found
 
     def __repr__(self) -> str:
         """How it is made up, with the strips by size; of a stretch also from where on."""

@@ -30,6 +30,8 @@ def unify(one: Axis, other: Axis) -> bool:
     False
     """
     saved: Saved = {}
+    for axis in (one, other):
+        axis.shorten()
     if one.size == other.size and _unified(one, other, saved):
         return True
     for strip, (kind, parts, ends, marks, homes) in saved.items():
@@ -52,6 +54,8 @@ def settle(axes: Collection[Axis]) -> None:
 
     What lies beside itself stays in one: x[1:] and x[:-1] are cut where x is.
     """
+    for axis in axes:
+        axis.shorten()
     strips = dict.fromkeys(leaf.strip for axis in axes for leaf in axis.leaves())
     for strip in [each for each in strips if not each.is_shifted]:
         places = {place for home in strip.homes if home[1] - home[0] > 1 for place in home}
