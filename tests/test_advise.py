@@ -181,11 +181,11 @@ def test_a_machine_that_computes_twice_as_fast_takes_half_of_what_is_computed():
 
 
 def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.MonkeyPatch):
-    from meshloom.planner import pricing
+    from meshloom.planner import readings
 
     sizes: list[int] = []
-    real = pricing.capture_shapes
-    monkeypatch.setattr(pricing, "capture_shapes", lambda job, batch: (sizes.append(len(batch["y"])), real(job, batch))[1])
+    real = readings.capture_shapes
+    monkeypatch.setattr(readings, "capture_shapes", lambda job, batch: (sizes.append(len(batch["y"])), real(job, batch))[1])
     pricer = Pricer(make_job("mlp", "sgd"), devices())
     for text in ("dp=1", "dp=2", "dp=2,zero=1", "dp=2,microbatches=1"):
         pricer.price(Plan.parse(text))

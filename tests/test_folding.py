@@ -47,7 +47,9 @@ def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tupl
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(NOT_READ)))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if place % 8 == 0 else pytest.mark.slow) for place, name in enumerate(sorted(set(FAMILIES) - set(NOT_READ)))]
+)
 def test_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = FAMILIES[name].make_job(True)
     (batch,) = first_batches(job, 1, job.batch_size)

@@ -6,6 +6,7 @@ paid, once for all nodes that want it so. Solved exactly, by eliminating one nod
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from meshloom.graph.problem import Held, NoWayError, Problem
 from meshloom.graph.rates import Rates, default_rates, rates_here
 from meshloom.graph.strategies import Strategy
 
-__all__ = ["Choice", "Held", "Rates", "changes_of", "choice_in", "choice_of_numbers", "choose", "numbers_of_choice", "rates_for"]
+__all__ = ["Choice", "Held", "Rates", "changes_of", "choice_in", "choice_of_numbers", "choose", "digest_of_choice", "numbers_of_choice", "rates_for"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,12 @@ def rates_for(layout: Layout, num_ranks: int) -> Rates:
 def numbers_of_choice(choice: Choice) -> list[int]:
     """A choice as numbers, to be told to other ranks."""
     return list(choice.chosen)
+
+
+def digest_of_choice(choice: Choice) -> str:
+    """A short hash of a program and of how it is divided: equal for choices that are the same, in any process."""
+    facts = [choice.layout.program.digest(), str(choice.num_ranks), *map(repr, choice.variables.items()), *map(repr, choice.strategies.items())]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def choice_of_numbers(

@@ -183,7 +183,7 @@ class _Teller:
 
 def _rows(part: Partition, teller: _Teller) -> Iterator[ModuleRow]:
     program = part.choice.layout.program
-    mine = part.programs[0]
+    mine = part.of(0).program
     paths = {node.name: node.path for node in mine.nodes}
     found: dict[str, tuple[list[tuple[str, str]], list[Sent]]] = {}
     for node in program.nodes:

@@ -5,13 +5,14 @@ The first program decides who holds what; later ones are divided so that it stay
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first, share
 from meshloom.errors import CaptureError, PlanError
-from meshloom.graph.choose import Choice, Rates, choice_in, choice_of_numbers, choose, numbers_of_choice, rates_for
+from meshloom.graph.choose import Choice, Rates, choice_in, choice_of_numbers, choose, digest_of_choice, numbers_of_choice, rates_for
 from meshloom.graph.layout import layout_of
 from meshloom.graph.partition import Partition, Routed, partition
 from meshloom.graph.pieces import Pieces
@@ -91,8 +92,10 @@ class Division:
         numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
         mine = choice or choice_of_numbers(layout, self._group.size, numbers, held=held, placements=self._placements)
         divided = partition(mine)
-        hashes = yield from collect(group, [each.digest() for each in divided.programs])
+        own = divided.of(self._group.rank)
+        names = hashlib.sha256(" ".join(node.name for node in own.program.nodes).encode()).hexdigest()
+        hashes = yield from collect(group, (digest_of_choice(mine), names))
         if any(each != hashes[0] for each in hashes):
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or divided
-        return divided.programs[self._group.rank], divided.routed
+        return own.program, own.routed

@@ -39,18 +39,18 @@ def with_gathered_layers(nodes: Sequence[Node], kept: frozenset[str]) -> tuple[N
             groups[layers[0].name] = layers
             changes[layers[0].name] = node
     gone = {change.name for change in changes.values()}
+    picked = {layer.name: (first, number) for first, layers in groups.items() for number, layer in enumerate(layers)}
     found: list[Node] = []
     for node in nodes:
         if node.name in gone:
             continue
         if node.name in groups:
             found.append(_joined(changes[node.name], groups[node.name]))
-        layers = next((first for first, group in groups.items() if any(layer.name == node.name for layer in group)), None)
-        if layers is None:
-            found.append(node)
+        if node.name in picked:
+            first, number = picked[node.name]
+            found.append(replace(node, target=operator.getitem, args=(Ref(_name(changes[first])), number), kwargs={}))
         else:
-            number = [layer.name for layer in groups[layers]].index(node.name)
-            found.append(replace(node, target=operator.getitem, args=(Ref(_name(changes[layers])), number), kwargs={}))
+            found.append(node)
     return tuple(found)
 
 

@@ -36,15 +36,35 @@ class Routed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankProgram:
+    """What a rank computes. routed: values whose shape is another one with other data."""
+
+    program: Program
+    routed: Mapping[str, Routed]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A divided program. program: rank -> what it computes; nodes and values have the same names on all. parameters, buffers: name -> who holds what."""
+    """A divided program. parameters, buffers: name -> who holds what."""
 
     choice: Choice
-    programs: tuple[Program, ...]
     parameters: Mapping[str, Pieces]
     buffers: Mapping[str, Pieces]
     summed: tuple[str, ...]  # parameters whose gradients are to be summed over the ranks, once a step
-    routed: Mapping[str, Routed]  # values whose shape on a rank is another one with other data
+    _ranks: dict[int, RankProgram] = dataclasses.field(default_factory=dict[int, RankProgram], repr=False, compare=False)
+
+    def of(self, rank: int) -> RankProgram:
+        """What one rank computes, made when it is first asked for. Nodes and values have the same names on all."""
+        if rank not in self._ranks:
+            builder = _Builder(self.choice, rank)
+            program = _program(builder, self.parameters, self.buffers)
+            self._ranks[rank] = RankProgram(program=program, routed=builder.routed)
+        return self._ranks[rank]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What all ranks compute."""
+        return tuple(self.of(rank).program for rank in range(self.choice.num_ranks))
 
     @property
     def held(self) -> Held:
@@ -56,15 +76,12 @@ class Partition:
 
 
 def partition(choice: Choice) -> Partition:
-    """The programs of all ranks."""
+    """Who holds what, and what each rank computes."""
     program = choice.layout.program
     parameters = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.parameters.items()}
     buffers = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.buffers.items()}
-    builders = [_Builder(choice, rank) for rank in range(choice.num_ranks)]
     return Partition(
         choice=choice,
-        programs=tuple(_program(builder, parameters, buffers) for builder in builders),
-        routed=builders[0].routed,
         parameters=parameters,
         buffers=buffers,
         summed=tuple(

@@ -53,7 +53,7 @@ def sent_at_the_end(part: Partition, rank: int, among: Collection[str] | None = 
     sizes: dict[str, int] = {}
     for name in part.summed:
         if among is None or name in among:
-            dtype = part.programs[rank].parameters[name].meta.dtype
+            dtype = part.choice.layout.program.parameters[name].meta.dtype
             sizes[str(dtype)] = sizes.get(str(dtype), 0) + math.prod(part.parameters[name].shape) * dtype.itemsize
     return [Sent(collective="all_reduce", num_bytes=size, backward=True) for size in sizes.values()]
 
@@ -64,7 +64,7 @@ def bytes_per_step(part: Partition, *, rank: int = 0, num_chunks: int = 1) -> di
     As `RecordedGroup` counts them.
     """
     totals: dict[str, int] = {}
-    chunk = sent_in_chunk(part.programs[rank], rank)
+    chunk = sent_in_chunk(part.of(rank).program, rank)
     for each, times in [*((each, num_chunks) for each in chunk), *((each, 1) for each in sent_at_the_end(part, rank))]:
         totals[each.collective] = totals.get(each.collective, 0) + each.num_bytes * times
     return totals

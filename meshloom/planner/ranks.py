@@ -53,9 +53,9 @@ def rank_shares(
     """
     if not has_shares(plan):
         raise PlanError("What ranks hold and send is known by shapes alone where exchange=all_reduce and nothing is recomputed or compressed.")
-    mine = part.programs[0] if part else program
+    mine = part.of(0).program if part else program
     stage_of = choice.stage_of if choice else {node.name: 0 for node in program.nodes}
-    stages = stages_of_part(mine, stage_of, part.routed if part else {}, plan.num_stages)
+    stages = stages_of_part(mine, stage_of, part.of(0).routed if part else {}, plan.num_stages)
     kept = [kept_bytes_of(stage, plan.tp) for stage in stages]
     schedule = schedule_of(plan, num_microbatches)
     moments = held_by_stage(schedule)
