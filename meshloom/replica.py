@@ -460,6 +460,11 @@ class Replica:
         everyone: list[list[str]] = (yield from collect(self.seat.team, mine)) if self.seat.team else [mine]
         return list(dict.fromkeys(note for notes in everyone for note in notes))
 
+    @property
+    def readings(self) -> str | None:
+        """How often the loss was read, and for which sizes of batches; None: once, or not at all."""
+        return self.staged.staging.programs.told() if self.staged else None
+
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
         if self.plan.dp == 1:

@@ -258,6 +258,8 @@ class Trainer:
         if self._clock.num_steps == 1 or self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps or self.plan.mesh.size == self.plan.dp:
             for note in self.together(lambda replica: replica.take_notes())[0]:
                 self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
+        if self.next_step == self.steps and (told := self.replicas[0].readings):
+            self._tell(lambda: self.listener.note(told))
         return result.loss
 
     def _compare(self, step: int) -> None:

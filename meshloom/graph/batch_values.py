@@ -132,6 +132,12 @@ def with_other_numbers(leaves: Leaves, others: Mapping[str, str | None], values:
     return leaves.rebuild(list(leaves.tensors.values()), given)
 
 
+def stand_ins(others: Mapping[str, str | None], leaves: Leaves) -> dict[str, Any]:
+    """What stands in a batch for its values where a program of `others` is read by shapes: a tensor for each number that is an input."""
+    dtypes = {"a float": torch.get_default_dtype(), "an int": torch.int64}
+    return {name: torch.tensor(leaves.values[name], dtype=dtypes[wanted]) for name, wanted in others.items() if wanted in dtypes}
+
+
 def takes_numbers(others: Mapping[str, str | None]) -> bool:
     """Whether numbers of the batch are inputs."""
     return any(wanted in _KINDS for wanted in others.values())

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cuts import Numbers, pieces_of
+from meshloom.graph.forms import alike
 from meshloom.graph.layout import Layout
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import Part, Placement
@@ -22,7 +23,19 @@ from meshloom.graph.problem import Held, NoWayError, Problem
 from meshloom.graph.rates import Rates, default_rates, rates_here
 from meshloom.graph.strategies import Strategy
 
-__all__ = ["Choice", "Held", "Rates", "changes_of", "choice_in", "choice_of_numbers", "choose", "digest_of_choice", "numbers_of_choice", "rates_for"]
+__all__ = [
+    "Choice",
+    "Held",
+    "Rates",
+    "changes_of",
+    "choice_in",
+    "choice_of_numbers",
+    "choice_resized",
+    "choose",
+    "digest_of_choice",
+    "numbers_of_choice",
+    "rates_for",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +130,19 @@ def choice_in(layout: Layout, choice: Choice, *, held: Held | None = None, place
     wanted += [(choice.strategies[name], list(row)) for name, row in problem.strategies.items()]
     numbers = [next((place for place, (each, _) in enumerate(row) if each == own), -1) for own, row in wanted]
     return _choice(problem, numbers, choice.seconds) if -1 not in numbers else None
+
+
+def choice_resized(layout: Layout, choice: Choice, *, held: Held) -> Choice | None:
+    """The same choice for the same program at other sizes, with parameters held as they are. None: its ways there are others."""
+    there = choice_in(choice.layout, choice, held=held)
+    if there is None:
+        return None
+    try:
+        made = choice_of_numbers(layout, choice.num_ranks, list(there.chosen), held=held)
+    except (IndexError, ValueError):  # a dim that is too small to be cut, or large enough at last
+        return None
+    same = alike(there.strategies, made.strategies) and alike(there.variables, made.variables)
+    return made if same else None
 
 
 def changes_of(choice: Choice) -> Iterable[tuple[str, Placement, Placement]]:

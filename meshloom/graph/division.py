@@ -12,8 +12,20 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first, share
 from meshloom.errors import CaptureError, PlanError
-from meshloom.graph.choose import Choice, Rates, choice_in, choice_of_numbers, choose, digest_of_choice, numbers_of_choice, rates_for
-from meshloom.graph.layout import layout_of
+from meshloom.graph.choose import (
+    Choice,
+    Held,
+    Rates,
+    choice_in,
+    choice_of_numbers,
+    choice_resized,
+    choose,
+    digest_of_choice,
+    numbers_of_choice,
+    rates_for,
+)
+from meshloom.graph.forms import alike
+from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.partition import Partition, Routed, partition
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.program import Program
@@ -45,6 +57,7 @@ class Division:
         self._placements = placements
         self._memory_bytes = memory_bytes
         self._first: Partition | None = None
+        self._choices: list[Choice] = []  # of programs that differ in more than sizes
 
     @property
     def first(self) -> Partition:
@@ -88,9 +101,12 @@ class Division:
                 there = choice_in(layout, other, held=held, placements=self._placements)
             return there or choose(layout, self._group.size, self.rates, held=held, placements=self._placements)
 
-        choice = yield from on_first(group, chosen, CaptureError)
-        numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
-        mine = choice or choice_of_numbers(layout, self._group.size, numbers, held=held, placements=self._placements)
+        mine = self._as_before(layout, held)
+        if mine is None:
+            choice = yield from on_first(group, chosen, CaptureError)
+            numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
+            mine = choice or choice_of_numbers(layout, self._group.size, numbers, held=held, placements=self._placements)
+            self._choices.append(mine)
         divided = partition(mine)
         own = divided.of(self._group.rank)
         names = hashlib.sha256(" ".join(node.name for node in own.program.nodes).encode()).hexdigest()
@@ -99,3 +115,10 @@ class Division:
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or divided
         return own.program, own.routed
+
+    def _as_before(self, layout: Layout, held: Held | None) -> Choice | None:
+        """The choice that was made for this program at other sizes, on every rank alike."""
+        if held is None:
+            return None
+        known = (each for each in self._choices if alike(each.layout.program, layout.program))
+        return next((made for each in known if (made := choice_resized(layout, each, held=held)) is not None), None)

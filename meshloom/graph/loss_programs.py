@@ -13,9 +13,12 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import on_first, share
 from meshloom.errors import CaptureError
+from meshloom.graph.any_size import AnySize
 from meshloom.graph.batch_values import fits
 from meshloom.graph.division import Division
+from meshloom.graph.forms import alike
 from meshloom.graph.leaves import Leaves, leaves_of
+from meshloom.graph.newest import Newest
 from meshloom.graph.partition import Routed
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.precision import default_precision
@@ -26,6 +29,8 @@ from meshloom.job import Job, LossFunction
 
 # Of a batch's tensors, by name; and what else it holds that programs are for, by name.
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype] | tuple[str, str | None], ...]
+
+MOST_KEPT = 64  # shapes of batches whose programs are kept divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,7 @@ class LossPrograms:
         self._default = torch.get_default_dtype()
         self._own_dtypes: dict[str, torch.dtype] = {}  # of a batch's tensors in the job's own precision, where it is lifted to another
         self._readers: dict[LossFunction, Programs] = {}
-        self._known: dict[tuple[LossFunction, bool, Shapes], _Known] = {}
+        self._known: dict[tuple[LossFunction, bool, Shapes], _Known] = Newest(MOST_KEPT)
         self._others: dict[tuple[LossFunction, bool, Shapes], list[Mapping[str, str | None]]] = {}  # by the shapes of the tensors alone
 
     def open(self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None) -> Steps[Shapes]:
@@ -71,8 +76,33 @@ class LossPrograms:
         """Make sure that there are programs for batches like `batch`. All ranks of the replica call it with the same batch."""
         function = loss or self._job.loss
         shapes = self.shapes_of(batch, loss=function, training=training)
-        if shapes is None or (function, training, shapes) not in self._known:
+        if shapes is not None and (function, training, shapes) in self._known:
+            return
+        reader = self._reader(function)
+        proved = self.proved(batch, loss=function, training=training)
+        if proved is None:
+            proved = yield from reader.prove_together(self._team, batch, training=training)
+        program = proved.program(leaves_of(batch)) if proved else None
+        if proved is None or program is None:
             yield from self._read(function, training, [batch], self._team)
+            return
+        for each in (*proved.points, program):
+            yield from self._take(each, function, training, self._team)
+
+    def proved(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> AnySize | None:
+        """What was proved of programs of any size, for batches like `batch`."""
+        return self._reader(loss or self._job.loss).of_any_size(batch, training=training)
+
+    @property
+    def num_read(self) -> int:
+        """Programs that were read."""
+        return sum(each.num_read for each in self._readers.values())
+
+    def told(self) -> str | None:
+        """How many readings served which sizes, for people; None: each loss was read once."""
+        found = [each for reader in self._readers.values() for each in reader.told()]
+        times = f"{self.num_read} times" if self.num_read > 1 else "once"
+        return f"The loss was read {times}: {'; '.join(found)}." if found else None
 
     def shapes_of(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Shapes | None:
         """What decides which program a batch needs; None if none was read yet for what it holds besides tensors."""
@@ -80,8 +110,15 @@ class LossPrograms:
         tensors = shapes_of(leaves)
         if not leaves.values:
             return tensors
-        known = self._others.get((loss or self._job.loss, training, tensors), ())
+        known = self._others.get((loss or self._job.loss, training, tensors), [])
+        proved = self.proved(batch, loss=loss, training=training)
+        known = [*known, *([proved.points[0].others] if proved else [])]
         return next((tensors + tuple(others.items()) for others in known if fits(others, leaves.values)), None)
+
+    def shapes_of_program(self, program: Program) -> Shapes:
+        """Of the batches that it is for."""
+        tensors: Shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs if each.name not in program.others)
+        return tensors + tuple(program.others.items())
 
     def whole(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Program:
         """The program for batches of these shapes, which are ready."""
@@ -110,16 +147,29 @@ class LossPrograms:
         return self.division.first.summed if self.division else ()
 
     def _read(self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None) -> Steps[Shapes]:
+        pairs = _pairs(batches) if group.rank == 0 else []
+        program = yield from self._reader(loss).read_together(group, pairs, training=training, model=model)
+        own: Program | None = None
+        if self._dtype is not None and not self._is_known_at_other_sizes(program, loss, training):  # else what was chosen for those holds
+            own = yield from on_first(group, lambda: self._unlifted(program, replace(self._job, loss=loss), batches[0]), CaptureError)
+        return (yield from self._take(program, loss, training, group, own))
+
+    def _is_known_at_other_sizes(self, program: Program, loss: LossFunction, training: bool) -> bool:
+        known = (each.whole for (function, mode, _), each in self._known.items() if (function, mode) == (loss, training))
+        return any(alike(each, program) for each in known)
+
+    def _reader(self, loss: LossFunction) -> Programs:
         if loss not in self._readers:
             self._readers[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
-        pairs = _pairs(batches) if group.rank == 0 else []
-        program = yield from self._readers[loss].read_together(group, pairs, training=training, model=model)
-        own: Program | None = None
-        if self._dtype is not None:
-            own = yield from on_first(group, lambda: self._unlifted(program, replace(self._job, loss=loss), batches[0]), CaptureError)
+        return self._readers[loss]
+
+    def _take(self, program: Program, loss: LossFunction, training: bool, group: Group, own: Program | None = None) -> Steps[Shapes]:
+        """Divide a program that was read or made. own: the same in the job's own precision, where it is lifted to another."""
+        shapes = self.shapes_of_program(program)
+        tensors = shapes[: len(shapes) - len(program.others)]
+        if (loss, training, shapes) in self._known:
+            return shapes
         part, routed = (yield from self.division.part(program, group, own)) if self.division else (program, {})
-        tensors: Shapes = tuple((each.name, each.meta.shape, each.meta.dtype) for each in program.inputs if each.name not in program.others)
-        shapes = tensors + tuple(program.others.items())
         self._known[loss, training, shapes] = _Known(whole=program, part=part, priced=own or program, routed=routed)
         known = self._others.setdefault((loss, training, tensors), [])
         if program.others not in known:

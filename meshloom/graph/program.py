@@ -21,7 +21,7 @@ from meshloom.graph.again import RunnerAgain
 from meshloom.graph.batch_values import fits, tensor_of
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.nodes import Input, Node, Ref, Variable, operator_name
-from meshloom.graph.runner import Runner, compile_program
+from meshloom.graph.runner import Runner, Shared, compile_program
 from meshloom.graph.sparse_constants import dense_parts, strides_of
 
 
@@ -41,6 +41,7 @@ class Program:
     device: that on which it was captured. training: whether the module was in training mode.
     precision: to which model and batch were converted for it; None: the job's own.
     by_shapes: whether it was read without values. Then its constants have none, and it can be looked at but not run.
+    shared: what programs that are this one but for integers compile together, if there are such.
     kept: nodes that do not run again in a backward that computes what was not kept; None: all that a backward needs is kept. It changes no value.
     """
 
@@ -59,6 +60,7 @@ class Program:
     by_shapes: bool = False
     kept: frozenset[str] | None = None
     others: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    shared: Shared | None = field(default=None, repr=False, compare=False)
     _runners: dict[Any, Runner | RunnerAgain] = field(default_factory=dict, repr=False, compare=False)
 
     def run(
@@ -106,8 +108,10 @@ class Program:
         where = torch.device(device) if device is not None else self.device
         runner = self._runners.get((where, dtype, visiting))
         if runner is None:
-            again = self.kept is not None and not visiting
-            made = RunnerAgain(self, self.kept or frozenset(), where, dtype) if again else compile_program(self, where, dtype, visiting=visiting)
+            if self.kept is not None and not visiting:
+                made = RunnerAgain(self, self.kept, where, dtype)
+            else:
+                made = compile_program(self, where, dtype, visiting=visiting, shared=self.shared)
             runner = self._runners.setdefault((where, dtype, visiting), made)
         return runner
 

@@ -14,11 +14,12 @@ from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, share, share_bytes
 from meshloom.errors import CaptureError, MeshloomError
+from meshloom.graph.any_size import AnySize, Proofs
 from meshloom.graph.batch_values import fits, refused_value, takes_numbers, with_other_numbers
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.check import check_against_eager, check_against_module
 from meshloom.graph.leaves import leaves_of
-from meshloom.graph.lines import describe_line, line_of_error
+from meshloom.graph.lines import WAY_OUT, describe_line, line_of_error
 from meshloom.graph.outside import Outside
 from meshloom.graph.precision import default_precision
 from meshloom.graph.program import Program
@@ -29,6 +30,7 @@ from meshloom.job import Job
 T = TypeVar("T")
 Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]  # training, and each tensor's name, shape and dtype
 MOST = 16  # programs for batches of the same shapes, which differ in what else they hold
+MOST_SHAPES = 64  # of batches, in one mode, for each of which the loss is read
 
 
 class Programs:
@@ -38,6 +40,8 @@ class Programs:
         self._job = job
         self._dtype = dtype
         self._known: dict[Key, list[Program]] = {}
+        self._proofs = {training: Proofs(job) for training in (True, False)}
+        self.num_read = 0  # programs that were read, here or on rank 0
         # Models are built as the first one was: some compute numbers of their own, like rates of layers, in the default precision.
         self._default = torch.get_default_dtype()
 
@@ -56,11 +60,13 @@ class Programs:
         _check_two(batches)
         program = self.get(batches[0], training=training)
         if program is None:
-            known = self._known.setdefault(_key(batches[0], training), [])
-            _check_number([each.others for each in known], batches[0])
+            key = _key(batches[0], training)
+            _check_number([each.others for each in self._known.get(key, ())], batches[0])
+            self._check_shapes(batches[0], training)
             with default_precision(self._default):
                 program = self._read(batches, training, model)
-            known.append(program)
+            self.num_read += 1
+            self._known.setdefault(key, []).append(program)
         return program
 
     def _read(self, batches: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
@@ -157,7 +163,62 @@ class Programs:
         assert program is not None
         if here is None and group.rank:
             self._known.setdefault(key, []).append(program)
+            self.num_read += 1
         return here or program
+
+    def of_any_size(self, batch: Any, *, training: bool = True) -> AnySize | None:
+        """What was proved of programs for sizes like those of `batch`, if anything."""
+        return self._proofs[training].get(leaves_of(batch))
+
+    def prove_together(self, group: Group, batch: Any, *, training: bool = True) -> Steps[AnySize | None]:
+        """Try to prove that there is one program for sizes like those of `batch`, of which nothing was proved. All ranks call it."""
+
+        def read(other: Any, known: Program) -> Program | None:
+            self.num_read += 1
+            with default_precision(self._default):
+                return resized(known, self._job, (other, other), lambda model, batches: self._capture(batches, training, model, numbers=True))
+
+        known = [each for (mode, _), programs in self._known.items() if mode == training for each in programs]
+        proved = yield from self._proofs[training].prove_together(group, batch, known, read)
+        self.num_read += 1 if proved and group.rank else 0
+        return proved
+
+    def told(self) -> list[str]:
+        """Which readings served which sizes, for people: of each mode that was read for several."""
+        found: list[str] = []
+        for training, proofs in self._proofs.items():
+            had = self._shapes_read(training)
+            if len(had) < 2:
+                continue
+            for each in proofs.found:
+                names: dict[str, list[str]] = {}
+                for name, dim in each.dims:
+                    names.setdefault(name, []).append(str(dim))
+                sizes = ", ".join(f"{name} (dim{'s' if len(dims) > 1 else ''} {' and '.join(dims)})" for name, dims in names.items())
+                found.append(f"one program serves batches of any size of {sizes}")
+            if not proofs.found and proofs.why:
+                name, dim, seen = _varied(had)
+                found.append(
+                    f"each of {len(had)} shapes took a reading, because {proofs.why}: dim {dim} of {name} has had {len(seen)} sizes, "
+                    "and padding it in collate to one of them would take one reading"
+                )
+        return found
+
+    def _shapes_read(self, training: bool) -> list[dict[str, tuple[int, ...]]]:
+        """Of the batches that the loss was read for."""
+        return [{name: shape for name, shape, _ in shapes} for mode, shapes in self._known if mode == training]
+
+    def _check_shapes(self, batch: Any, training: bool) -> None:
+        """Refuse to read the loss for yet other shapes, naming the dim that has had most."""
+        had = self._shapes_read(training)
+        if len(had) < MOST_SHAPES or _key(batch, training) in self._known:
+            return
+        name, dim, seen = _varied([*had, {name: tuple(leaf.shape) for name, leaf in leaves_of(batch).tensors.items()}])
+        raise CaptureError(
+            f"The loss was read for batches of {MOST_SHAPES} shapes, and here is another one: dim {dim} of {name} has had {len(seen)} sizes "
+            f"({', '.join(map(str, seen[:8]))}, ...). Each takes a reading, because {self._proofs[training].why or 'no one program serves them all'}. "
+            f"Pad {name} in collate to one size, or to a few (multiples of 64), or write the loss so that it does not ask for its sizes. {WAY_OUT}"
+        )
 
     def _asked(self, batches: Sequence[Any], training: bool) -> str:
         """What rank 0 wants, for the others: the key, and which of its programs if there is one already."""
@@ -201,6 +262,17 @@ def _check_number(known: Sequence[Mapping[str, str | None]], batch: Any) -> None
     name = max(had, key=lambda each: len(had[each]), default="")
     if name:
         raise refused_value(name, values[name], f"it has had {len(had[name])} values so far, for each of which the loss was read")
+
+
+def _varied(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[str, int, list[int]]:
+    """The dim of the batch's tensors that has had most sizes, and these."""
+    sizes: dict[tuple[str, int], set[int]] = {}
+    for each in shapes:
+        for name, shape in each.items():
+            for dim, size in enumerate(shape):
+                sizes.setdefault((name, dim), set()).add(size)
+    (name, dim), seen = max(sizes.items(), key=lambda each: len(each[1]))
+    return name, dim, sorted(seen)
 
 
 def _key(batch: Any, training: bool) -> Key:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from meshloom.graph.contexts import Entered
 from meshloom.graph.nodes import Input, Node, Ref, Variable, refs_in
 from meshloom.graph.sliced import PartOfDraw
 
+Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers alone
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
@@ -57,8 +60,10 @@ class Runner:
         constants: list[Tensor],
         device: torch.device,
         dtype: torch.dtype | None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self._function = function
+        self._numbers = () if numbers is None else (numbers,)
         self._special = special
         self._parameters = [each.name for each in used_variables(program, program.parameters)]
         self._buffers = [each.name for each in used_variables(program, program.buffers)]
@@ -82,7 +87,7 @@ class Runner:
         inputs = [leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None) for leaf in leaves]
         state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]
         with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
-            values = self._function(entered, visit, Special(self._special, group), *state, *self._constants, *inputs)
+            values = self._function(entered, visit, Special(self._special, group), *state, *self._constants, *inputs, *self._numbers)
         if self._updates:
             with torch.no_grad():
                 for name, value in zip(self._updates, values[self._num_outputs :], strict=True):
@@ -90,10 +95,13 @@ class Runner:
         return list(values[: self._num_outputs])
 
 
-def compile_program(program: Listing, device: torch.device, dtype: torch.dtype | None, *, visiting: bool = False) -> Runner:
+def compile_program(
+    program: Listing, device: torch.device, dtype: torch.dtype | None, *, visiting: bool = False, shared: Shared | None = None
+) -> Runner:
     """A function of (entered, visit, special, parameters..., buffers..., constants..., inputs...) that gives outputs and updates.
 
     dtype: lift everything of floating-point to it. visiting: call `visit` with every node and its value.
+    shared: of programs that differ from this one in integers alone. The function then takes these, as one argument behind the others.
     """
     if dtype is not None and dtype not in (torch.float32, torch.float64):
         raise CaptureError(
@@ -101,13 +109,21 @@ def compile_program(program: Listing, device: torch.device, dtype: torch.dtype |
         )
     state = [*used_variables(program, program.parameters), *used_variables(program, program.buffers)]
     given = [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]
-    lowered = lower(program, program.nodes, given, [*program.outputs, *program.updates.values()], device, dtype, visiting=visiting)
+    outputs = [*program.outputs, *program.updates.values()]
+    constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
+    if shared is not None and not visiting:
+        # Linear layers may have been replaced by operators of their own, in some of the programs.
+        key = device, dtype, tuple(node.target if _has_name(node) else type(node.target) for node in program.nodes)
+        if key not in shared:
+            shared[key] = lower(program, program.nodes, given, outputs, device, dtype, open_numbers=True).module.forward
+        special = [node.target for node in program.nodes if _is_special(node)]
+        return Runner(program, shared[key], special, constants, device, dtype, _numbers_in(program.nodes, outputs))
+    lowered = lower(program, program.nodes, given, outputs, device, dtype, visiting=visiting)
     function = lowered.module.forward
     if visiting:
         nodes = {node.name: node for node in program.nodes}
         plain: Any = function
         function = lambda entered, visit, special, *values: plain(entered, _Visit(nodes, visit), special, *values)  # noqa: E731
-    constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
     return Runner(program, function, lowered.special, constants, device, dtype)
 
 
@@ -130,13 +146,25 @@ def lower(
     *,
     visiting: bool = False,
     mark: str | None = None,
+    open_numbers: bool = False,
 ) -> Lowered:
-    """Some nodes of `program`, which compute `outputs` of the values `given`. mark: the node before which `special.mark` is called."""
+    """Some nodes of `program`, which compute `outputs` of the values `given`. mark: the node before which `special.mark` is called.
+
+    open_numbers: integers among the operands are no constants but given, in order (`_numbers_in`), as one argument behind the others.
+    """
     graph = fx.Graph()
     entered, visit, special = (graph.placeholder(name) for name in ("entered", "visit", "special"))
     specials: list[Any] = []
     made = {name: graph.placeholder(name) for name in given}
     contexts = contexts_of(program)
+    opened: Callable[[], fx.Node] | None = None
+    if open_numbers:
+        numbers, count = graph.placeholder("numbers"), itertools.count()
+        opened = lambda: graph.call_function(operator.getitem, (numbers, next(count)))  # noqa: E731
+
+    def built(value: Any) -> Any:
+        return _built(value, made, program.device, device, dtype, opened)
+
     number = -1
     for node in nodes:
         if contexts[number] != node.context or number < 0:
@@ -144,7 +172,7 @@ def lower(
             graph.call_method("move_to", (entered, number))
         if node.name == mark:
             graph.call_method("mark", (special,))
-        args, kwargs = _built((node.args, dict(node.kwargs)), made, program.device, device, dtype)
+        args, kwargs = built((node.args, dict(node.kwargs)))
         target = node.target
         if node.num_draws and target is out_of_place:
             target = keyed_out_of_place
@@ -156,15 +184,48 @@ def lower(
         elif isinstance(target, Joint):
             specials.append(target)
             made[node.name] = graph.call_method("talk", (special, len(specials) - 1, *args))
-        elif not hasattr(target, "__name__"):  # a value that can be called, which a graph has no name for
+        elif not _has_name(node):  # a value that can be called, which a graph has no name for
             specials.append(target)
             made[node.name] = graph.call_method("call", (special, len(specials) - 1, *args), kwargs)
         else:
             made[node.name] = graph.call_function(target, args, kwargs)
         if visiting:
             graph.call_function(_visited, (visit, node.name, made[node.name]))
-    graph.output(tuple(_built(each, made, program.device, device, dtype) for each in outputs))
+    graph.output(tuple(map(built, outputs)))
     return Lowered(module=fx.GraphModule(nn.Module(), graph), made=made, special=specials)
+
+
+def _has_name(node: Node) -> bool:
+    return hasattr(node.target, "__name__")
+
+
+def _is_special(node: Node) -> bool:
+    """Whether a node is one of `Lowered.special`."""
+    if node.num_draws:
+        return isinstance(node.target, PartOfDraw)
+    return isinstance(node.target, Joint) or not _has_name(node)
+
+
+def _numbers_in(nodes: Iterable[Node], outputs: Iterable[Any]) -> list[int]:
+    """The integers among operands and outputs, in order."""
+    found: list[int] = []
+
+    def take(value: Any) -> None:
+        if type(value) is int:
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            for each in value:
+                take(each)
+        elif isinstance(value, dict):
+            for each in value.values():
+                take(each)
+
+    for node in nodes:
+        take(node.args)
+        take(dict(node.kwargs))
+    for each in outputs:
+        take(each)
+    return found
 
 
 class Special:
@@ -201,20 +262,26 @@ def _visited(visit: _Visit, name: str, value: Any) -> None:
     visit.visit(visit.nodes[name], value)
 
 
-def _built(value: Any, made: Mapping[str, fx.Node], captured_on: torch.device, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Arguments for the graph: references as its nodes, devices and precisions as they are wanted now."""
+def _built(
+    value: Any,
+    made: Mapping[str, fx.Node],
+    captured_on: torch.device,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    opened: Callable[[], fx.Node] | None,
+) -> Any:
+    """Arguments for the graph: references as its nodes, devices and precisions as they are wanted now. opened: gives what stands for an integer."""
     if isinstance(value, Ref):
         return made[value.name]
     if isinstance(value, tuple | list):
-        return (
-            [_built(each, made, captured_on, device, dtype) for each in value]
-            if not isinstance(value, tuple)
-            else tuple(_built(each, made, captured_on, device, dtype) for each in value)
-        )
+        parts = [_built(each, made, captured_on, device, dtype, opened) for each in value]
+        return parts if isinstance(value, list) else tuple(parts)
     if isinstance(value, dict):
-        return {key: _built(each, made, captured_on, device, dtype) for key, each in value.items()}
+        return {key: _built(each, made, captured_on, device, dtype, opened) for key, each in value.items()}
     if isinstance(value, torch.device):
         return device if value.type == captured_on.type else value
+    if type(value) is int and opened:
+        return opened()
     return lifted(value, dtype) if isinstance(value, torch.dtype) else value
 
 

@@ -17,6 +17,7 @@ from meshloom.comm.group import Group
 from meshloom.graph.landing import Landing
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.loss_programs import Shapes
+from meshloom.graph.newest import Newest
 from meshloom.graph.nodes import Node
 from meshloom.graph.stages import Crossing, Stage
 from meshloom.job import LossFunction
@@ -27,6 +28,8 @@ from meshloom.pipeline.schedule import Action, Schedule
 from meshloom.pipeline.stage import StageRun
 from meshloom.pipeline.staging import Staging
 from meshloom.pipeline.traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
+
+MOST_KEPT = 64  # shapes of a step's microbatches, together, for which runs are kept
 
 
 class Around(Protocol):
@@ -72,7 +75,7 @@ class Microbatches:
         self._pp, self._tp = pp, tp
         self._device = device
         self._ready = ready
-        self._known: dict[Any, _Known] = {}
+        self._known: dict[Any, _Known] = Newest(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the run under way
         self._batches: list[Leaves] = []
         self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None

@@ -8,33 +8,49 @@ One rank chooses where to cut, by what the operators of the whole program cost, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.comm.values import on_first, share
+from meshloom.comm.values import collect, on_first, share
 from meshloom.errors import PlanError
+from meshloom.graph.any_size import sizes_of_batch, sizes_of_program
 from meshloom.graph.apart import changes_apart, layers_apart, rows_apart
 from meshloom.graph.collectives import Transition
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cut import CutChoice
+from meshloom.graph.forms import alike
 from meshloom.graph.gathered import GatheredLayers
+from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import LossPrograms, Shapes
+from meshloom.graph.newest import Newest
 from meshloom.graph.partition import Routed
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, rates_here
 from meshloom.graph.recompute import kept_values
 from meshloom.graph.rows import place_rows, rows_here, take_rows
 from meshloom.graph.stages import Stage, cut_into_stages, users_of
+from meshloom.graph.symbolic import Sizes
 from meshloom.job import Job, LossFunction
 from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
+from meshloom.pipeline.stage_forms import StageForms
 from meshloom.plan import Plan
 
 Key = tuple[LossFunction, bool, Shapes]
+MOST_KEPT = 32  # shapes of batches whose stages are kept after they were made; those of others are made again
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decided:
+    """What was decided for a program, and holds for it at other sizes. stage_of: of each node. kept: as in `Program`."""
+
+    program: Program
+    stage_of: Mapping[str, int]
+    kept: frozenset[str] | None
 
 
 class Staging:
@@ -51,6 +67,10 @@ class Staging:
         self.rates = rates  # that were used, on the rank that chose
         self._homes: dict[str, tuple[int, ...]] | None = None  # parameter or buffer -> the stages that use it
         self._cut: dict[Key, tuple[Stage, ...]] = {}
+        self._formed: dict[Key, tuple[StageForms, Sizes]] = {}  # what stages are made of, instead
+        self._made: dict[Key, tuple[Stage, ...]] = Newest(MOST_KEPT)
+        self._forms: dict[int, StageForms] = {}  # by what was proved of a loss
+        self._decided: list[_Decided] = []  # for programs that differ in more than sizes
         self._schedules: dict[int, Schedule] = {}  # by their microbatches
 
     @property
@@ -88,9 +108,29 @@ class Staging:
         """Make sure that batches like `batch` can be run. All ranks of the replica call it with the same batch."""
         function = loss or self._job.loss
         shapes = self.programs.shapes_of(batch, loss=function, training=training)
-        if shapes is None or (function, training, shapes) not in self._cut:
-            yield from self.programs.ready(batch, loss=function, training=training)
-            yield from self._make(self.shapes_of(batch, loss=function, training=training), function, training, self._team)
+        key = (function, training, shapes) if shapes is not None else None
+        if key in self._cut or key in self._formed:
+            return
+        sizes = sizes_of_batch(leaves_of(batch))
+        forms = self._forms_for(batch, function, training)
+        if forms is not None and key is not None and forms.trusts(sizes):
+            made = forms.stages(sizes)
+            if all((yield from collect(self._team, made is not None))):
+                assert made is not None
+                self._formed[key], self._made[key] = (forms, sizes), made
+                return
+        yield from self.programs.ready(batch, loss=function, training=training)
+        stages = yield from self._make(self.shapes_of(batch, loss=function, training=training), function, training, self._team)
+        forms = self._forms_for(batch, function, training)
+        if forms is None:
+            return
+        for point in forms.proved.points if forms.is_new else ():
+            there = self.programs.shapes_of_program(point)
+            if (function, training, there) not in self._cut:
+                yield from self._make(there, function, training, self._team)
+            forms.learn(sizes_of_program(point), self._cut[function, training, there])
+        if all((yield from collect(self._team, forms.learn(sizes, stages)))):
+            forms.trust(sizes)
 
     def shapes_of(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> Shapes:
         """Of a batch that is ready."""
@@ -100,11 +140,38 @@ class Staging:
 
     def stages(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> tuple[Stage, ...]:
         """All stages for batches of these shapes, which are ready: of the parts that this rank has along tp."""
-        return self._cut[loss or self._job.loss, training, shapes]
+        key = loss or self._job.loss, training, shapes
+        if key in self._cut:
+            return self._cut[key]
+        if key not in self._made:
+            forms, sizes = self._formed[key]
+            made = forms.stages(sizes)
+            assert made is not None, "it was made before"
+            self._made[key] = made
+        return self._made[key]
+
+    def _forms_for(self, batch: Any, loss: LossFunction, training: bool) -> StageForms | None:
+        proved = self.programs.proved(batch, loss=loss, training=training)
+        return self._forms.setdefault(id(proved), StageForms(proved, self._plan.tp)) if proved is not None else None
 
     def _make(self, shapes: Shapes, loss: LossFunction, training: bool, group: Group) -> Steps[tuple[Stage, ...]]:
         whole = self.programs.whole(shapes, loss=loss, training=training)
-        weighed = self.programs.priced(shapes, loss=loss, training=training)
+        before = next((each for each in self._decided if alike(each.program, whole)), None)
+        part = self.programs.program(shapes, loss=loss, training=training)
+        if before is None:
+            before = yield from self._decide(whole, self.programs.priced(shapes, loss=loss, training=training), group)
+            self._decided.append(before)
+        if before.kept is not None:
+            part = replace(part, kept=before.kept, _runners={})
+        stages = stages_of_part(part, before.stage_of, self.programs.routed(shapes, loss=loss, training=training), self._plan.num_stages)
+        if self._homes is None:
+            self._homes = users_of(stages)
+        self.first = self.first or stages
+        self._cut[loss, training, shapes] = stages
+        return stages
+
+    def _decide(self, whole: Program, weighed: Program, group: Group) -> Steps[_Decided]:
+        """By what the operators of `weighed` cost, which has the same nodes."""
         priced: Mapping[str, Cost] | None = None  # where the cuts are chosen
         if self._plan.num_stages == 1:
             numbers = [0] * len(whole.nodes)
@@ -112,20 +179,14 @@ class Staging:
             choice, priced = (yield from on_first(group, lambda: self._choose(weighed), PlanError)) or (None, None)
             numbers: list[int] = yield from share(group, [choice.stage_of[node.name] for node in whole.nodes] if choice else None)
             self.choice = self.choice or choice
-        stage_of = {node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}
-        part = self.programs.program(shapes, loss=loss, training=training)
-        if self._plan.recompute != "none" and training:
+        kept: frozenset[str] | None = None
+        if self._plan.recompute != "none" and whole.training:
             # One rank decides, by its rates; ranks of a team have to run the same again.
             decided = yield from on_first(
                 group, lambda: sorted(kept_values(weighed, priced, self._plan.recompute, self._rates_here(weighed))), PlanError
             )
-            part = replace(part, kept=frozenset((yield from share(group, decided))), _runners={})
-        stages = stages_of_part(part, stage_of, self.programs.routed(shapes, loss=loss, training=training), self._plan.num_stages)
-        if self._homes is None:
-            self._homes = users_of(stages)
-        self.first = self.first or stages
-        self._cut[loss, training, shapes] = stages
-        return stages
+            kept = frozenset((yield from share(group, decided)))
+        return _Decided(program=whole, stage_of={node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}, kept=kept)
 
     def _rates_here(self, whole: Program) -> Rates:
         self.rates = self.rates or rates_here(whole.device.type, self._plan.pp)
