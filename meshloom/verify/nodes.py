@@ -1,13 +1,18 @@
 """The first operator of a divided program whose parts are not what one device computes.
 
-All ranks' programs run in lockstep next to the undivided one, on the model's initial values and the same draws. Forward, the first operator
+The undivided program runs, then all ranks' in lockstep, on the model's initial values and the same draws. Forward, the first operator
 whose value differs is named; if all agree, backward, the last one whose value's gradient does.
+
+No value is kept to be compared. Of each, and of its gradient, there is one number: its inner product with a random tensor, seeded by its name. It is
+linear, so that ranks' parts, each with its part of the random tensor, add up to what one device has; and two values that differ have different ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +25,9 @@ from meshloom.graph.lines import describe_line
 from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Node
 from meshloom.graph.partition import Partition
-from meshloom.graph.pieces import place, take
-from meshloom.graph.placement import PARTIAL, Part, Placement
-from meshloom.random import preserved_draws, seed_everything
+from meshloom.graph.pieces import Pieces, take
+from meshloom.graph.placement import PARTIAL, Part
+from meshloom.random import derive, preserved_draws, seed_everything
 
 TOLERANCE = 1e-9  # of float64, in which both run; rounding of the deepest families stays below 1e-12
 _SEED = 7
@@ -31,38 +36,137 @@ _SEED = 7
 def first_difference(part: Partition, model: nn.Module, batch: Any) -> str:
     """One sentence: which operator, at which line of the user's, or that all agree. model: whole, in the program's precision."""
     program = part.choice.layout.program
-    whole, parts = _Seen(), _Seen()
     state = {name: each.detach().double() if each.is_floating_point() else each.detach() for name, each in _state(model).items()}
+    whole, parts = _Seen(part.choice), _Seen(part.choice)
     with preserved_draws():
         seed_everything(_SEED)
-        one = program.run(*_split(program, state, None, 0), batch, dtype=torch.float64, visit=whole.note)
+        _backward([program.run(*_split(program, state, None, 0), batch, dtype=torch.float64, visit=whole.note_whole)])
         seed_everything(_SEED)
-        ranks = range(part.choice.num_ranks)
-        split = [_split(program, state, part, rank) for rank in ranks]
-        many = run_in_lockstep(part.programs, [each[0] for each in split], [each[1] for each in split], batch, dtype=torch.float64, visit=parts.note)
-        _backward([one])
-        _backward(many)
-    for name in whole.values:
-        if name in parts.values and (error := _error(part.choice, name, whole, parts, gradient=False)) > TOLERANCE:
+        split = [_split(program, state, part, rank) for rank in range(part.choice.num_ranks)]
+        _backward(
+            run_in_lockstep(
+                part.programs, [each[0] for each in split], [each[1] for each in split], batch, dtype=torch.float64, visit=parts.note_parts
+            )
+        )
+    for name, values in whole.values.items():
+        if name in parts.nodes and (error := _error(values, parts.values[name])) > TOLERANCE:
             return f"In lockstep the first operator whose parts differ is {_named(whole.nodes[name], part)}: by {error:.1e}."
-    for name in reversed(whole.values):
-        if name in parts.values and (error := _error(part.choice, name, whole, parts, gradient=True)) > TOLERANCE:
+    for name in reversed(whole.nodes):
+        if name in parts.nodes and (error := _error(whole.gradients[name], parts.gradients[name])) > TOLERANCE:
             return f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(whole.nodes[name], part)}: by {error:.1e}."
     return "In lockstep every operator's parts agree with one device, forward and backward: the ranks' programs are right, and what they send each other is not."
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """Of one tensor: its inner products with the random one, or each rank's with its part of it. scale: 1 + its largest element, times the root of their number."""
+
+    products: tuple[float, ...]
+    scale: float
+
+
+Marks = dict[int, _Mark]  # by number of the tensor in the value
+
+
 @dataclass
 class _Seen:
-    """What every operator gave: on one device, or on all ranks."""
+    """What every operator gave, and the gradients of it: on one device, or on all ranks."""
 
+    choice: Choice
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
-    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    values: dict[str, Marks] = field(default_factory=dict[str, Marks])
+    gradients: dict[str, Marks] = field(default_factory=dict[str, Marks])
 
-    def note(self, node: Node, value: Any) -> None:
-        self.nodes[node.name], self.values[node.name] = node, value
-        for each in tree_leaves(value):
-            if isinstance(each, Tensor) and each.requires_grad:
-                each.retain_grad()
+    def note_whole(self, node: Node, value: Any) -> None:
+        """One device's value."""
+        self._begin(node)
+        for number, each in enumerate(tree_leaves(value)):
+            if isinstance(each, Tensor) and each.numel():
+                self._note_tensor(node.name, number, each)
+
+    def note_parts(self, node: Node, results: list[Any]) -> None:
+        """All ranks' values."""
+        if node.name not in self.choice.layout.values:
+            return  # a step of a change of placement, of which one device has none
+        self._begin(node)
+        everyone = [tree_leaves(each) for each in results]
+        for number in range(len(everyone[0])):
+            mine = [leaves[number] for leaves in everyone]
+            if all(isinstance(each, Tensor) for each in mine):
+                self._note_parts(node.name, number, mine)
+
+    def _begin(self, node: Node) -> None:
+        self.nodes[node.name] = node
+        self.values[node.name], self.gradients[node.name] = {}, {}
+
+    def _note_tensor(self, name: str, number: int, value: Tensor) -> None:
+        pieces = self._pieces(name, number)
+        if pieces is None:
+            return
+        random, placement = _random(name, number, value.shape), self.choice.strategies[name].output
+        if isinstance(placement, Part):
+            products = tuple(_product(take(pieces, rank, value), take(pieces, rank, random)) for rank in range(self.choice.num_ranks))
+        else:
+            products = (_product(value, random),)
+        self.values[name][number] = _Mark(products, _scale(value))
+
+        def hook(gradient: Tensor) -> None:
+            self.gradients[name][number] = _Mark((_product(gradient, _random(name, number, gradient.shape)),), _scale(gradient))
+
+        if value.requires_grad:
+            value.register_hook(hook)
+
+    def _note_parts(self, name: str, number: int, mine: list[Tensor]) -> None:
+        pieces, placement = self._pieces(name, number), self.choice.strategies[name].output
+        if pieces is None:
+            return
+        adds_up = isinstance(placement, Part)  # gradients of parts do, and so do values that are partial sums
+
+        def product(rank: int, each: Tensor) -> float:
+            random = _random(name, number, pieces.shape)
+            return _product(each, take(pieces, rank, random) if isinstance(placement, Part) else random)
+
+        products = tuple(product(rank, each) for rank, each in enumerate(mine))
+        self.values[name][number] = _Mark((sum(products),) if placement == PARTIAL else products, 0.0)
+        found = [0.0] * len(mine)
+
+        def hook(rank: int, gradient: Tensor) -> None:
+            found[rank] = product(rank, gradient)
+            self.gradients[name][number] = _Mark((sum(found),) if adds_up else tuple(found), 0.0)
+
+        for rank, each in enumerate(mine):
+            if each.requires_grad:
+                each.register_hook(partial(hook, rank))
+
+    def _pieces(self, name: str, number: int) -> Pieces | None:
+        """What each rank holds; None where that is not known here: where such rows are put together again they are compared."""
+        axes, placement = self.choice.layout.values[name][number], self.choice.strategies[name].output
+        if route_of(axes, placement, self.choice.numbers) is not None:
+            return None
+        return pieces_of(axes, placement.cut if isinstance(placement, Part) else None, self.choice.numbers, self.choice.num_ranks)
+
+
+def _random(name: str, number: int, shape: Sequence[int]) -> Tensor:
+    generator = torch.Generator().manual_seed(derive(_SEED, name, number))
+    return torch.empty(tuple(shape), dtype=torch.float64).uniform_(-1, 1, generator=generator)
+
+
+def _product(value: Tensor, random: Tensor) -> float:
+    """<value, random>; of complex numbers the real and twice the imaginary part together. NaN if the shapes differ."""
+    if value.shape != random.shape:
+        return math.nan
+    plain = value.detach()
+    if plain.is_complex():
+        return _product(plain.real, random) + 2 * _product(plain.imag, random)
+    finite = torch.nan_to_num(plain.double(), 1.5, 2.5, -3.5)  # what is not finite is the same on both sides, or differs by this
+    return float((finite * random.to(plain.device)).sum())
+
+
+def _scale(value: Tensor) -> float:
+    plain = value.detach()
+    sizes = (plain if plain.is_complex() else plain.double()).abs().double()
+    largest = torch.nan_to_num(sizes, 0.0, 0.0, 0.0).max() if sizes.numel() else 0.0
+    return (1 + float(largest)) * math.sqrt(max(value.numel(), 1))
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -70,13 +174,13 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _split(program: Any, state: dict[str, Tensor], part: Partition | None, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and buffers of one device, or of a rank."""
+    """Parameters, which share memory with `state`, and buffers of one device, or of a rank."""
 
     def mine(name: str, pieces: Any) -> Tensor:
-        return (take(pieces[name], rank, state[name]) if part else state[name]).clone()
+        return (take(pieces[name], rank, state[name]) if part else state[name]).detach()
 
     parameters = {name: mine(name, part and part.parameters).requires_grad_(each.meta.requires_grad) for name, each in program.parameters.items()}
-    return parameters, {name: mine(name, part and part.buffers) for name in program.buffers}
+    return parameters, {name: mine(name, part and part.buffers).clone() for name in program.buffers}
 
 
 def _backward(results: Sequence[Any]) -> None:
@@ -85,47 +189,17 @@ def _backward(results: Sequence[Any]) -> None:
         torch.autograd.backward([each.sum() for each in losses])
 
 
-def _error(choice: Choice, name: str, whole: _Seen, parts: _Seen, *, gradient: bool) -> float:
-    placement = choice.strategies[name].output
+def _error(whole: Marks, parts: Marks) -> float:
     worst = 0.0
-    everyone = [tree_leaves(each) for each in parts.values[name]]
-    for number, value in enumerate(tree_leaves(whole.values[name])):
-        if not isinstance(value, Tensor) or not value.numel():
-            continue
-        mine = [each[number] for each in everyone]
-        if gradient:
-            if value.grad is None:
-                continue
-            value, mine = value.grad, [each.grad if each.grad is not None else torch.zeros_like(each) for each in mine]
-        worst = max(worst, _distance(choice, name, number, placement, value, mine, gradient=gradient))
+    for number, mark in whole.items():
+        ours = parts[number].products if number in parts else (0.0,)  # a gradient that no rank has
+        ones = mark.products * len(ours) if len(mark.products) == 1 else mark.products
+        worst = max([worst, *(_relative(a, b, mark.scale) for a, b in zip(ours, ones, strict=True))])
     return worst
 
 
-def _distance(choice: Choice, name: str, number: int, placement: Placement, value: Tensor, mine: list[Tensor], *, gradient: bool) -> float:
-    if route_of(choice.layout.values[name][number], placement, choice.numbers) is not None:
-        return 0.0  # which rows each rank has is not known here; where they are put together again they are compared
-    cut = placement.cut if isinstance(placement, Part) else None
-    pieces = pieces_of(choice.layout.values[name][number], cut, choice.numbers, choice.num_ranks)
-    if isinstance(placement, Part):
-        if gradient:
-            pairs = [(torch.stack([place(pieces, rank, each) for rank, each in enumerate(mine)]).sum(0), value)]
-        else:
-            pairs = [(each, take(pieces, rank, value)) for rank, each in enumerate(mine)]
-    elif placement == PARTIAL and not gradient:
-        pairs = [(torch.stack(mine).sum(0), value)]
-    else:
-        pairs = [(each, value) for each in mine]
-    return max((_relative(one.detach(), other.detach(), value.detach()) for one, other in pairs), default=0.0)
-
-
-def _relative(one: Tensor, other: Tensor, scale: Tensor) -> float:
-    if one.shape != other.shape:
-        return float("inf")
-    if not one.is_floating_point() and not one.is_complex():
-        return 0.0 if torch.equal(one, other) else float("inf")
-    same = (one == other) | (one.isnan() & other.isnan())
-    size = scale.abs()[scale.isfinite()].max() if bool(scale.isfinite().any()) else torch.tensor(0.0)
-    return float(torch.where(same, torch.zeros_like(one), one - other).abs().max()) / (1.0 + float(size)) if one.numel() else 0.0
+def _relative(a: float, b: float, scale: float) -> float:
+    return abs(a - b) / scale if math.isfinite(a - b) else math.inf
 
 
 def _named(node: Node, part: Partition) -> str:
