@@ -249,8 +249,8 @@ def place_of(axis: Axis, offset: int) -> tuple[Strip, int] | None:
             axis, offset = outer, offset // count
     if axis.kind is None:
         return axis.strip, axis.start + offset
-    first, *_, last = axis.leaves()
-    return (first.strip, first.start) if offset == 0 else (last.strip, last.stop)
+    leaves = list(axis.leaves())  # one, where the parts of a concatenation were found to follow each other in a strip
+    return (leaves[0].strip, leaves[0].start) if offset == 0 else (leaves[-1].strip, leaves[-1].stop)
 
 
 def fits(axis: Axis, start: int, stop: int) -> bool:

@@ -133,11 +133,40 @@ def runs_of(axis: Axis, cut: Cut | None, numbers: Numbers, rank: int) -> Runs | 
     if cut is None or not (numbers.leaves(axis) & cut.parts.keys()):
         return None
     routed = numbers.route(axis, cut)
-    if routed is not None:  # as many rows as are expected where all groups get as many
-        number, route = routed
-        first, last = (each * axis.size // route.groups.size for each in cut.parts[number][rank])
-        return ((first, last),) if first < last else ()
+    if routed is not None:
+        return rows_expected(axis, *routed, cut, rank)
     return _runs(axis, cut, numbers, rank)
+
+
+def rows_expected(axis: Axis, number: int, route: Route, cut: Cut, rank: int) -> Runs:
+    """Of an axis that goes by a route where axis `number` goes: what a rank holds if all groups get as many rows."""
+    first, last = (each * axis.size // route.groups.size for each in cut.parts[number][rank])
+    return ((first, last),) if first < last else ()
+
+
+def num_runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> int:
+    """How many runs of an axis a rank holds, as in `runs_of` but not one after another."""
+    routed = numbers.route(axis, cut)
+    return len(rows_expected(axis, *routed, cut, rank)) if routed is not None else _edges(axis, cut, numbers, rank)[0]
+
+
+def _edges(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> tuple[int, int, bool, bool]:
+    """How many runs a rank holds, and indices in them; whether the first begins where the axis does, and the last ends where that does."""
+    if axis.kind is None:
+        runs = _runs(axis, cut, numbers, rank)
+        return (1, runs[0][1] - runs[0][0], runs[0][0] == 0, runs[0][1] == axis.size) if runs else (0, 0, False, False)
+    first, *others = axis.parts
+    count, size, begins, ends = _edges(first, cut, numbers, rank)
+    for part in others:
+        inner = _edges(part, cut, numbers, rank)
+        if axis.kind == "concatenation":
+            count, size, ends = count + inner[0] - (ends and inner[2]), size + inner[1], inner[3]
+        elif inner[1] == part.size:
+            size *= part.size
+        else:  # a run in each index of the outer ones, of which those of neighbours may touch
+            count = size * inner[0] - (size - count) * (inner[2] and inner[3])
+            size, begins, ends = size * inner[1], begins and inner[2], ends and inner[3]
+    return count, size, begins, ends
 
 
 def _runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> Runs:
@@ -153,7 +182,7 @@ def _runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> Runs:
         for part in axis.parts:
             found += [(offset + start, offset + stop) for start, stop in _runs(part, cut, numbers, rank)]
             offset += part.size
-        return _joined(found)
+        return joined(found)
     runs: Runs = ((0, 1),)
     for part in axis.parts:
         inner = _runs(part, cut, numbers, rank)
@@ -163,10 +192,10 @@ def _runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> Runs:
             runs = tuple(
                 (index * part.size + start, index * part.size + stop) for first, last in runs for index in range(first, last) for start, stop in inner
             )
-    return _joined(runs)
+    return joined(runs)
 
 
-def _joined(runs: Sequence[Interval]) -> Runs:
+def joined(runs: Sequence[Interval]) -> Runs:
     """Runs that touch as one."""
     joined: list[Interval] = []
     for start, stop in runs:

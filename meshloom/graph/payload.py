@@ -32,7 +32,7 @@ def elements_of_change(
 def elements_of_sum(after: Pieces) -> tuple[Collective, int]:
     """Of all ranks' values, so that each gets what it holds in `after`."""
     if after.is_whole or after.is_shared:
-        return "all_reduce", _size(after)
+        return "all_reduce", after.size
     return "reduce_scatter", after.num_ranks * _longest(after)
 
 
@@ -42,13 +42,6 @@ def elements_of_gather(before: Pieces, after: Pieces, rank: int) -> tuple[Collec
     if after.is_whole:
         return "all_gather", _longest(source)
     return "all_to_all", sum(source.meeting(rank, after, other).num_elements(rank) for other in range(source.num_ranks))
-
-
-def _size(pieces: Pieces) -> int:
-    total = 1
-    for size in pieces.shape:
-        total *= size
-    return total
 
 
 def _longest(pieces: Pieces) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -15,10 +16,14 @@ Runs = tuple[Interval, ...]  # of indices, in order, none empty, none touching t
 
 @dataclass(frozen=True)
 class Pieces:
-    """Who holds what of a tensor of `shape`. held: rank -> dim -> its runs of indices; None: all of that dim."""
+    """Who holds what of a tensor of `shape`. held: rank -> dim -> its runs of indices; None: all of that dim.
+
+    ends: of each dim, if its indices are sections of several: how many there are before each of them, and in all. Such pieces can only be counted.
+    """
 
     shape: tuple[int, ...]
     held: tuple[tuple[Runs | None, ...], ...]
+    ends: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
 
     @property
     def num_ranks(self) -> int:
@@ -31,16 +36,21 @@ class Pieces:
         >>> Pieces((4, 5), ((None, ((0, 3),)), (None, ((3, 5),)))).local_shape(1)
         (4, 2)
         """
+        if self.ends is not None:
+            dims = zip(self.ends, self.held[rank], strict=True)
+            return tuple(ends[-1] if runs is None else sum(ends[stop] - ends[start] for start, stop in runs) for ends, runs in dims)
         return tuple(
             size if runs is None else sum(stop - start for start, stop in runs) for size, runs in zip(self.shape, self.held[rank], strict=True)
         )
 
     def num_elements(self, rank: int) -> int:
         """Elements that a rank holds."""
-        total = 1
-        for size in self.local_shape(rank):
-            total *= size
-        return total
+        return math.prod(self.local_shape(rank))
+
+    @property
+    def size(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape if self.ends is None else (ends[-1] for ends in self.ends))
 
     @property
     def is_whole(self) -> bool:
@@ -55,7 +65,7 @@ class Pieces:
     def meeting(self, rank: int, other: Pieces, others_rank: int) -> Pieces:
         """What `rank` holds here and `others_rank` holds there, as pieces in which every rank holds just that."""
         both = tuple(_common(mine, theirs) for mine, theirs in zip(self.held[rank], other.held[others_rank], strict=True))
-        return Pieces(self.shape, (both,) * self.num_ranks)
+        return Pieces(self.shape, (both,) * self.num_ranks, self.ends)
 
 
 def whole(shape: Sequence[int], num_ranks: int) -> Pieces:
@@ -130,20 +140,38 @@ def _blocks(held: Sequence[Runs | None], shape: Sequence[int], whole: Tensor, pa
 def _common(mine: Runs | None, theirs: Runs | None) -> Runs | None:
     if mine is None or theirs is None:
         return theirs if mine is None else mine
-    return tuple((max(a, c), min(b, d)) for a, b in mine for c, d in theirs if a < d and c < b)
+    found: list[Interval] = []
+    place = 0
+    for a, b in mine:  # both are in order
+        while place < len(theirs) and theirs[place][1] <= a:
+            place += 1
+        at = place
+        while at < len(theirs) and theirs[at][0] < b:
+            found.append((max(a, theirs[at][0]), min(b, theirs[at][1])))
+            at += 1
+    return tuple(found)
 
 
 def _without(mine: Runs, theirs: Runs) -> Runs:
-    for start, stop in theirs:
-        mine = tuple(each for a, b in mine for each in ((a, min(b, start)), (max(a, stop), b)) if each[0] < each[1])
-    return mine
+    found: list[Interval] = []
+    place = 0
+    for start, stop in mine:
+        while place < len(theirs) and theirs[place][1] <= start:
+            place += 1
+        at = place
+        while at < len(theirs) and theirs[at][0] < stop:
+            if start < theirs[at][0]:
+                found.append((start, theirs[at][0]))
+            start = theirs[at][1]
+            at += 1
+        if start < stop:
+            found.append((start, stop))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
 def _is_shared(pieces: Pieces) -> bool:
-    total = 1
-    for size in pieces.shape:
-        total *= size
+    total = pieces.size
     if sum(pieces.num_elements(rank) for rank in range(pieces.num_ranks)) != total:
         return True
     rows = pieces.held
@@ -162,7 +190,7 @@ def _owned(pieces: Pieces) -> Pieces:
         for earlier in pieces.held[:rank]:
             left = _left_over(left, earlier, pieces.shape) if left is not None else None
         rows.append(left if left is not None else ((),) * len(row) if row else row)
-    return Pieces(pieces.shape, tuple(rows))
+    return Pieces(pieces.shape, tuple(rows), pieces.ends)
 
 
 def _left_over(mine: tuple[Runs | None, ...], theirs: tuple[Runs | None, ...], shape: Sequence[int]) -> tuple[Runs | None, ...] | None:

@@ -27,9 +27,10 @@ from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.pins import Pins
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
-from meshloom.graph.price import change_seconds, talk_seconds
+from meshloom.graph.price import change_seconds, kind_of, talk_seconds
 from meshloom.graph.rates import Rates
 from meshloom.graph.repeats import Repeats, repeats_of
+from meshloom.graph.sections import Sections
 from meshloom.graph.strategies import Strategy, strategies_of
 
 Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
@@ -68,6 +69,8 @@ class Problem:
         for cut in candidates(layout, self.numbers, num_ranks):
             for number in cut.parts:
                 self.cuts.setdefault(number, []).append(cut)
+        self._sections = Sections(self.numbers, self.cuts, num_ranks)
+        self._seconds_of: dict[Any, float | None] = {}  # what a change is -> what it takes
         self.pins = Pins(layout, self.numbers, self.cuts, num_ranks, pins or {})
         self._kept_at, self._kept_inside = (kept_operands(layout, costs), kept_within(layout, costs)) if costs else ({}, {})
         self.alike = alike
@@ -114,6 +117,7 @@ class Problem:
         self._made: dict[str, dict[Placement, list[int]]] = {}  # value -> placement it is made in -> unknowns
         self._wanted: dict[tuple[str, Placement], dict[str, dict[int, None]]] = {}  # -> node that wants it -> unknowns
         self._pieces_of: dict[tuple[str, Placement], Pieces] = {}
+        self._largest_of: dict[tuple[str, Placement], float] = {}
         self.changes: list[Change] = []
         self.change_bytes: list[Floats] = []  # [values of source, targets] of each change: what is kept because of it
         self._users: dict[str, list[Node]] = {}
@@ -165,7 +169,10 @@ class Problem:
             ]
         if fixed is not None:
             options = [
-                each for each in options if self._pieces(value, each) == fixed[0] and (not meta.requires_grad or (each == INVARIANT) == fixed[1])
+                each
+                for each in options
+                if pieces_of(axes, _cut_of(each), self.numbers, self.num_ranks) == fixed[0]
+                and (not meta.requires_grad or (each == INVARIANT) == fixed[1])
             ]
             if not options:
                 raise PlanError(
@@ -220,15 +227,13 @@ class Problem:
         many = value in self.layout.lists
         sources = {unknown: placement for placement, unknowns in self._made[value].items() for unknown in unknowns}
         made_in = [sources[unknown] for unknown in sorted(sources)]
-        seconds: dict[tuple[Placement, Placement], float] = {}
+        own = {placement: self._own(value, placement) for placement in (*self._made[value], *targets)}
+        seconds: dict[Placement, list[float]] = {}
         for source in self._made[value]:
-            for target in targets:
-                cost: float | None = 0.0
-                if source != target:
-                    # Parameters are not sent around, and what is updated in place is not copied.
-                    barred = many or value in self._in_place or (stays and isinstance(source, Part) and source.cut is not None)
-                    cost = None if barred else self._seconds(value, self._own(value, source), self._own(value, target))
-                seconds[source, target] = np.inf if cost is None else cost * self._count[value]
+            # Parameters are not sent around, and what is updated in place is not copied.
+            barred = many or value in self._in_place or (stays and isinstance(source, Part) and source.cut is not None)
+            row = [0.0 if source == target else None if barred else self._seconds(value, own[source], own[target]) for target in targets]
+            seconds[source] = [np.inf if cost is None else cost * self._count[value] for cost in row]
         wants: dict[int, Any] = {}
         for place, target in enumerate(targets):
             for unknowns in self._wanted[value, target].values():
@@ -236,7 +241,7 @@ class Problem:
                     row = self._row_of[unknown]
                     wants.setdefault(row, np.zeros((len(self.choices[row]), len(targets)), dtype=bool))[unknown - self.choices[row][0], place] = True
         always = np.array([any(not unknowns for unknowns in self._wanted[value, target].values()) for target in targets])
-        costs = np.array([[seconds[source, target] for target in targets] for source in made_in])
+        costs = np.array([seconds[source] for source in made_in])
         self.changes.append(Change(source=self._row_of[min(sources)], costs=costs, wants=wants, always=always))
         self.change_bytes.append(np.array([[kept.get((source, target), 0.0) for target in targets] for source in made_in]))
 
@@ -250,10 +255,13 @@ class Problem:
             changed = 0.0 if source == target else self._seconds(value, source, target)
             return None if changed is None else changed + (2.0 if meta.requires_grad else 1.0) * meta.num_bytes / self.rates.bytes_per_second
         gathered = target == REPLICATED and self._feeds_linears(value)
-        return change_seconds(
-            meta, source, target, self._pieces(value, source), self._pieces(value, target), self.rates,
-            regathered=gathered, behind_seconds=self._weights_seconds(value) if gathered else 0.0,
-        )  # fmt: skip
+        before, after, behind = self._pieces(value, source), self._pieces(value, target), self._weights_seconds(value) if gathered else 0.0
+        key = id(before), id(after), kind_of(source), kind_of(target), meta.dtype, meta.num_bytes, meta.requires_grad, gathered, behind
+        if key not in self._seconds_of:
+            self._seconds_of[key] = change_seconds(
+                meta, source, target, before, after, self.rates, regathered=gathered, behind_seconds=behind
+            )  # fmt: skip
+        return self._seconds_of[key]
 
     def _weights_seconds(self, value: str) -> float:
         """Seconds of the weights' gradients of the linear layers that use a value, divided over the ranks: its own gradient is summed meanwhile."""
@@ -274,10 +282,11 @@ class Problem:
             regathered = self._feeds_linears(value)
             whole = max(self._largest(stood, INVARIANT), 1)
             for placement in dict.fromkeys(self._stand(placement) for node in keepers for placement in self._ways(node, value)):
+                regathers = regathered and placement == REPLICATED
+                share = self._largest(stood, self._own(stood, placement)) / whole
                 for source in self._made[stood]:
-                    kept = source if regathered and placement == REPLICATED else placement
-                    share = self._largest(stood, self._own(stood, kept)) / whole
-                    sums[source, placement] = sums.get((source, placement), 0.0) + size * share
+                    kept = size * (self._largest(stood, self._own(stood, source)) / whole if regathers else share)
+                    sums[source, placement] = sums.get((source, placement), 0.0) + kept
         return found
 
     def _ways(self, node: Node, value: str) -> list[Placement]:
@@ -315,14 +324,17 @@ class Problem:
         """Who holds what of a value."""
         key = value, placement
         if key not in self._pieces_of:
-            cut = placement.cut if isinstance(placement, Part) else None
-            self._pieces_of[key] = pieces_of(self.layout.values[value][0], cut, self.numbers, self.num_ranks)
+            self._pieces_of[key] = self._sections.pieces(self.layout.values[value][0], _cut_of(placement))
         return self._pieces_of[key]
 
     def _largest(self, value: str, placement: Placement) -> float:
         """Bytes of a value on the rank that holds most of it."""
-        pieces = self._pieces(value, placement)
-        return max(pieces.num_elements(rank) for rank in range(self.num_ranks)) * self.layout.metas[value][0].dtype.itemsize
+        key = value, placement
+        if key not in self._largest_of:
+            pieces = self._pieces(value, placement)
+            most = max(pieces.num_elements(rank) for rank in range(self.num_ranks))
+            self._largest_of[key] = most * self.layout.metas[value][0].dtype.itemsize
+        return self._largest_of[key]
 
     def _holding(self, value: str, placement: Placement, size: float) -> float:
         """Seconds that holding a parameter so is worth: its part is updated and takes memory; partial gradients are summed, once a step."""
@@ -342,6 +354,10 @@ class Problem:
 
 class _UnlikeError(Exception):
     """Blocks that are alike have unlike options."""
+
+
+def _cut_of(placement: Placement) -> Cut | None:
+    return placement.cut if isinstance(placement, Part) else None
 
 
 def _counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, Cut]:

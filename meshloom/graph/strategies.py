@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshloom.graph.axes import Axis
-from meshloom.graph.cuts import Numbers, covers, pieces_of, runs_of
+from meshloom.graph.cuts import Numbers, covers, num_runs
 from meshloom.graph.layout import Axes, Layout, Mapped
 from meshloom.graph.nodes import Node
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
 from meshloom.graph.routes import ANY_ROWS
 from meshloom.graph.rules.factors import Factors, Talk, labels_in
+from meshloom.graph.sections import Sections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     if not all(covers((mapped.labels[label],), cut, numbers) for label in touched):
         return None
     for label in touched.keys() & (factors.in_one_run | factors.filled):
-        counts = [len(runs_of(mapped.labels[label], cut, numbers, rank) or ()) for rank in range(len(next(iter(cut.parts.values()))))]
+        counts = [num_runs(mapped.labels[label], cut, numbers, rank) for rank in range(len(next(iter(cut.parts.values()))))]
         if (label in factors.in_one_run and max(counts) > 1) or (label in factors.filled and min(counts) < 1):
             return None
     outputs = layout.values[node.name]
@@ -115,7 +116,7 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     talks = tuple(talk for label in touched for talk in factors.talks.get(label, ()))
     if touched.keys() & (factors.joins | factors.sums) or talks:
         num_ranks = len(next(iter(cut.parts.values())))
-        counted = pieces_of(tuple(mapped.labels[label] for label in touched), cut, numbers, num_ranks)
+        counted = Sections(numbers, {number: [cut] for number in cut.parts}, num_ranks).pieces(tuple(mapped.labels[label] for label in touched), cut)
         if (result is not REPLICATED and not talks) or counted.is_shared:
             return None  # what several ranks have would be counted several times
     if touched.keys() & factors.joins:
