@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
+from meshloom.errors import CaptureError
+from meshloom.graph import programs as module
 from meshloom.graph.loss_programs import LossPrograms
 from meshloom.job import Job
 from meshloom.random import KeyedDraws, seed_everything
@@ -131,7 +133,8 @@ def test_three_readings_serve_all_sizes(kind: str):
     assert follow(job_of(INDIFFERENT[kind]), [batch_of(*each) for each in SIZES])[2:] == [3] * (len(SIZES) - 2)
 
 
-@pytest.mark.parametrize("kind", [each if each == "a loop" else pytest.param(each, marks=pytest.mark.slow) for each in BY_SIZE])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BY_SIZE)
 def test_where_a_size_becomes_something_else_each_is_read(kind: str):
     sizes = [(4, 9), (4, 6), (4, 11), (4, 8)]
     assert follow(job_of(BY_SIZE[kind]), [batch_of(*each) for each in sizes])[-1] >= len(sizes)
@@ -143,3 +146,13 @@ def test_each_side_of_a_question_has_a_program_of_its_own():
     assert follow(asks, [batch_of(4, each) for each in (9, 6, 11, 8, 14, 6, 17)]) == [1, 2, 3, 4, 4, 4, 4]
     asks = job_of(lambda model, x: x.tanh() if x.shape[1] > 16 else x)
     assert follow(asks, [batch_of(4, each) for each in (9, 20, 11, 12, 16, 17, 25, 18, 40, 5)]) == [1, 2, 3, 4, 4, 5, 6, 6, 6, 6]
+
+
+def test_a_loss_that_is_another_one_at_each_size_is_refused_with_the_dim_that_varies(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MOST_SHAPES", 3)
+    wanted = (
+        r"read for batches of 3 shapes, and here is another one: dim 1 of x has had 4 sizes \(6, 8, 9, 11, \.\.\.\)\. "
+        r"Each takes a reading, because it asks for sizes at .*test_any_size\.py:\d+ .*\. Pad x in collate to one size"
+    )
+    with pytest.raises(CaptureError, match=wanted):
+        follow(job_of(BY_SIZE["a loop"]), [batch_of(*each) for each in [(4, 9), (4, 6), (4, 11), (4, 8)]])

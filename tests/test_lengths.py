@@ -41,15 +41,15 @@ def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], each, rtol=1e-7, atol=1e-9)  # sums in another order, through Adam's quotients
 
 
-@pytest.mark.parametrize(("lengths", "steps"), [((3, 24), 14), pytest.param((32, 512), 200, marks=pytest.mark.slow)], ids=["3 to 24", "32 to 512"])
-def test_three_readings_serve_a_job_that_pads_to_its_longest(lengths: tuple[int, int], steps: int):
+@pytest.mark.parametrize(("lengths", "steps"), [((3, 24), 14), pytest.param((32, 512), 200, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.mark.parametrize(("plan", "dropout", "alone"), PLANS)
+def test_three_readings_serve_a_job_that_pads_to_its_longest(lengths: tuple[int, int], steps: int, plan: str, dropout: float, alone: str):
     """Whatever the lengths are; also the smaller batch at the end of an epoch, and microbatches of 5 and 4 samples."""
-    for plan, dropout, alone in PLANS:
-        job = lengths_job(shortest=lengths[0], longest=lengths[1], steps=steps, dropout=dropout)
-        found, notes = trained(job, plan)
-        check_same(found, trained(job, alone)[0])
-        said = "The loss was read 3 times: one program serves batches of any size of x (dims 0 and 1), y (dims 0 and 1)."
-        assert notes == ([] if plan == "dp=2" else [said])
+    job = lengths_job(shortest=lengths[0], longest=lengths[1], steps=steps, dropout=dropout)
+    found, notes = trained(job, plan)
+    check_same(found, trained(job, alone)[0])
+    said = "The loss was read 3 times: one program serves batches of any size of x (dims 0 and 1), y (dims 0 and 1)."
+    assert notes == ([] if plan == "dp=2" else [said])
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ class Proofs:
         for number, program in enumerate(family):
             broken = found.broken(sizes_of_program(program))
             if broken is not None:
-                self.why = f"it asks for sizes at {found.lines[broken]}"
+                self.why = f"it asks for sizes at {found.lines[broken].strip('()')}"
             elif not kept or alike(program, family[kept[0]]):
                 kept.append(number)
         if len(kept) < 2:
