@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -128,3 +129,30 @@ def test_a_chain_of_any_length_takes_a_table_per_link():
         least = (least[:, None] + table.entries).min(axis=0)
     found = least_sum([5] * 301, tables)
     assert found is not None and found.total == pytest.approx(float(least.min()), rel=1e-12)
+
+
+def _peak_entries(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[float, bool]:
+    """Numbers in memory at most while a least sum was looked for, with those that are left; and whether there was one."""
+    tracemalloc.start()
+    try:
+        found = least_sum(sizes, tables)
+        return tracemalloc.get_traced_memory()[1] / 8, found is not None
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_too_large_for_tables_is_known_before_there_are_any():
+    """Twelve blocks with experts took tables of 128 MiB each, up to the first that was too large: 7 GB, and most of the time that choosing took."""
+    small = [Table(scope=(3 * number, 3 * number + 1, 3 * number + 2), entries=np.zeros((50, 50, 50))) for number in range(4)]
+    large = [Table(scope=pair, entries=np.zeros((200, 200))) for pair in itertools.combinations(range(12, 17), 2)]
+    peak, found = _peak_entries([50] * 12 + [200] * 5, [*small, *large])
+    assert not found
+    assert peak < 50**3 / 4  # no table was joined
+
+
+def test_joined_tables_are_let_go():
+    """Those of all unknowns together were most of what a choice held: what is kept of each is smaller by as much as it has values."""
+    tables = [Table(scope=(3 * number, 3 * number + 1, 3 * number + 2), entries=np.ones((50, 50, 50))) for number in range(20)]
+    peak, found = _peak_entries([50] * 60, tables)
+    assert found
+    assert peak < 3 * 50**3

@@ -10,8 +10,9 @@ that is too much, as where every layer takes the results of all before it, an in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +28,17 @@ SAME = 1e-9  # relative: sums of the same numbers in another order
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """values: of each unknown. total: what they cost. bound: what any combination costs, or more. with_each: for every value of every unknown, likewise."""
+    """values: of each unknown. total: what they cost. bound: what any combination costs, or more. bounds: see `with_each`."""
 
     values: tuple[int, ...]
     total: float
     bound: float
-    with_each: tuple[Floats, ...]
+    bounds: Callable[[], Sequence[Floats]]
+
+    @cached_property
+    def with_each(self) -> Sequence[Floats]:
+        """For every value of every unknown, what any combination with it costs, or more. It takes as long as all else, so it is found when it is asked for."""
+        return self.bounds()
 
 
 def cheapest(own: Sequence[Floats], changes: Sequence[Change]) -> Found | None:
@@ -49,25 +55,29 @@ def cheapest(own: Sequence[Floats], changes: Sequence[Change]) -> Found | None:
             known = cheapest_integers(rest, rest_changes)
             if known is not None and known[1] < best:
                 values = tuple(int(keep[value]) for keep, value in zip(kept, known[0], strict=True))
-                found = Found(values=values, total=known[1], bound=-math.inf, with_each=tuple(np.full(len(each), -math.inf) for each in own))
+                found = Found(values=values, total=known[1], bound=-math.inf, bounds=lambda: [np.full(len(each), -math.inf) for each in own])
             return found
         if math.isinf(least.total):
             return found
         values = tuple(int(keep[value]) for keep, value in zip(kept, least.values(), strict=False))
         total = cost_of(values, own, changes)
-        with_each = least.with_each()[: len(own)]
         best_values = values if found is None or total < best else found.values
         best = min(best, total)
-        bounds = [np.where(np.isfinite(each), best, np.inf) for each in own]  # what was left out before costs at least as much
-        for bound, keep, low in zip(bounds, kept, with_each, strict=True):
-            bound[keep] = low
-        found = Found(values=best_values, total=best, bound=min(least.total, best), with_each=tuple(bounds))
+        found = Found(values=best_values, total=best, bound=min(least.total, best), bounds=partial(_bounds, own, kept, least, best))
         if exact or best - least.total <= SAME * abs(best):
             return found
-        kept = [keep[low <= best + SAME * abs(best)] for keep, low in zip(kept, with_each, strict=True)]
+        kept = [keep[low[keep] <= best + SAME * abs(best)] for keep, low in zip(kept, found.with_each, strict=True)]
         for change, share in zip(changes, shares, strict=True):
             _move(change, share, values, 2 / (turn + 3))
     return found
+
+
+def _bounds(own: Sequence[Floats], kept: Sequence[npt.NDArray[np.intp]], least: Least, best: float) -> list[Floats]:
+    """Of every value: what was left out before costs at least as much as the best that is known."""
+    bounds = [np.where(np.isfinite(each), best, np.inf) for each in own]
+    for bound, keep, low in zip(bounds, kept, least.with_each(), strict=False):
+        bound[keep] = low
+    return bounds
 
 
 def cost_of(values: Sequence[int], own: Sequence[Floats], changes: Sequence[Change]) -> float:

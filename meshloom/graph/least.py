@@ -15,8 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +34,31 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """An unknown that is eliminated. joined: [*scope, its values], the sum of all tables it was in. best: [*scope], the least over its values."""
+    """An unknown that is eliminated. size: of its values. tables: all that it was in, whose sum is [*scope, its values]. best: [*scope], the least over its values.
+
+    The sum itself is made anew where it is asked for: it is larger than all that is kept, by as much as the unknown has values.
+    """
 
     unknown: int
+    size: int
     scope: tuple[int, ...]
-    joined: Floats
+    tables: tuple[Table, ...]
     best: Floats
+
+    def joined(self) -> Floats:
+        """[*scope, its values]: the sum of its tables."""
+        axes = {each: place for place, each in enumerate((*self.scope, self.unknown))}
+        size_of = {each: size for table in self.tables for each, size in zip(table.scope, table.entries.shape, strict=True)} | {
+            self.unknown: self.size
+        }
+        joined = np.zeros([size_of[each] for each in axes])
+        for table in self.tables:
+            order = sorted(range(len(table.scope)), key=lambda place, scope=table.scope: axes[scope[place]])
+            shape = [1] * len(axes)
+            for place in order:
+                shape[axes[table.scope[place]]] = table.entries.shape[place]
+            joined += table.entries.transpose(order).reshape(shape)
+        return joined
 
 
 class Least:
@@ -54,29 +72,36 @@ class Least:
         """A value for every unknown, that together take the least."""
         found = [0] * len(self._steps)
         for step in reversed(self._steps):
-            found[step.unknown] = int(step.joined[tuple(found[each] for each in step.scope)].argmin())
+            sums = np.zeros(step.size)
+            for table in step.tables:
+                sums = sums + table.entries[tuple(slice(None) if each == step.unknown else found[each] for each in table.scope)]
+            found[step.unknown] = int(sums.argmin())
         return found
 
     def with_each(self) -> list[Floats]:
         """For every value of every unknown [its size], the least sum in which it has that value."""
-        step_of = {step.unknown: step for step in self._steps}
         order = {step.unknown: number for number, step in enumerate(self._steps)}
-        sums: dict[int, Floats] = {}  # unknown -> [*scope, its values], the least sum with those
+        next_of = {step.unknown: min(step.scope, key=order.__getitem__) for step in self._steps if step.scope}  # where `best` was added
+        before: dict[int, list[_Step]] = {}
+        for step in self._steps:
+            if step.scope:
+                before.setdefault(next_of[step.unknown], []).append(step)
+        least: dict[int, Floats] = {}  # unknown -> [*scope], the least sum with those
         found: list[Floats] = [np.zeros(0)] * len(self._steps)
         for step in reversed(self._steps):
             if not step.scope:
                 others = np.asarray(self.total - step.best) if math.isfinite(self.total) else np.asarray(np.inf)
-            else:
-                # `best` was added where the next of the scope was eliminated: all of that sum but this share.
-                next_one = min(step.scope, key=order.__getitem__)
-                outer = (*step_of[next_one].scope, next_one)
-                dropped = tuple(place for place, each in enumerate(outer) if each not in step.scope)
-                least = sums[next_one].min(axis=dropped) if dropped else sums[next_one]
-                kept = [each for each in outer if each in step.scope]
-                least = least.transpose([kept.index(each) for each in step.scope])
-                others = np.where(np.isfinite(least), least - np.where(np.isfinite(step.best), step.best, 0.0), np.inf)
-            sums[step.unknown] = step.joined + others[..., None]
-            found[step.unknown] = sums[step.unknown].min(axis=tuple(range(len(step.scope))))
+            else:  # all of that sum but this share
+                sums = least.pop(step.unknown)
+                others = np.where(np.isfinite(sums), sums - np.where(np.isfinite(step.best), step.best, 0.0), np.inf)
+            sums = step.joined()
+            sums += others[..., None]
+            found[step.unknown] = sums.min(axis=tuple(range(len(step.scope))))
+            outer = (*step.scope, step.unknown)
+            for each in before.get(step.unknown, ()):
+                dropped = tuple(place for place, unknown in enumerate(outer) if unknown not in each.scope)
+                kept = [unknown for unknown in outer if unknown in each.scope]
+                least[each.unknown] = (sums.min(axis=dropped) if dropped else sums).transpose([kept.index(unknown) for unknown in each.scope])
         return found
 
 
@@ -87,27 +112,17 @@ def least_sum(sizes: Sequence[int], tables: Sequence[Table]) -> Least | None:
     >>> found.total, found.values(), [each.tolist() for each in found.with_each()]
     (3.0, [0, 1], [[3.0, 8.0], [5.0, 3.0]])
     """
+    order = _order(sizes, tables)
+    if order is None:
+        return None
     within: list[dict[int, Table]] = [{} for _ in sizes]  # unknown -> number of a table -> that table
     for number, table in enumerate(tables):
         for each in table.scope:
             within[each][number] = table
-
-    def entries(unknown: int) -> int:
-        return math.prod(sizes[each] for each in {unknown}.union(*(table.scope for table in within[unknown].values())))
-
-    waiting = [(entries(each), each) for each in range(len(sizes))]
-    heapq.heapify(waiting)
-    newest = {each: count for count, each in waiting}
     steps: list[_Step] = []
-    total, number = 0.0, len(tables)
-    while waiting:  # the one with the smallest joined table first
-        count, unknown = heapq.heappop(waiting)
-        if newest.get(unknown) != count:
-            continue
-        if count > LARGEST:
-            return None
-        del newest[unknown]
-        step = _eliminated(unknown, sizes, list(within[unknown].values()))
+    total = 0.0
+    for number, unknown in enumerate(order, len(tables)):
+        step = _eliminated(unknown, sizes[unknown], list(within[unknown].values()))
         steps.append(step)
         for key, table in list(within[unknown].items()):
             for each in table.scope:
@@ -116,25 +131,45 @@ def least_sum(sizes: Sequence[int], tables: Sequence[Table]) -> Least | None:
             rest = Table(scope=step.scope, entries=step.best)
             for each in step.scope:
                 within[each][number] = rest
-            number += 1
         else:
             total += float(step.best)
-        for each in step.scope:
+    return Least(steps, total)
+
+
+def _order(sizes: Sequence[int], tables: Sequence[Table]) -> list[int] | None:
+    """Of unknowns: the one with the smallest joined table is eliminated first. None: one of these has more than `LARGEST` entries."""
+    beside: list[set[int]] = [set() for _ in sizes]  # unknown -> those that are in one table with it
+    for table in tables:
+        for each in table.scope:
+            beside[each].update(table.scope)
+
+    def entries(unknown: int) -> int:
+        return math.prod(sizes[each] for each in beside[unknown] | {unknown})
+
+    waiting = [(entries(each), each) for each in range(len(sizes))]
+    heapq.heapify(waiting)
+    newest = {each: count for count, each in waiting}
+    order: list[int] = []
+    while waiting:
+        count, unknown = heapq.heappop(waiting)
+        if newest.get(unknown) != count:
+            continue
+        if count > LARGEST:
+            return None
+        del newest[unknown]
+        order.append(unknown)
+        others = beside[unknown] - {unknown}
+        for each in others:
+            beside[each] |= others
+            beside[each].discard(unknown)
             count = entries(each)
             if count != newest[each]:
                 newest[each] = count
                 heapq.heappush(waiting, (count, each))
-    return Least(steps, total)
+    return order
 
 
-def _eliminated(unknown: int, sizes: Sequence[int], tables: Sequence[Table]) -> _Step:
+def _eliminated(unknown: int, size: int, tables: Sequence[Table]) -> _Step:
     scope = tuple(dict.fromkeys(each for table in tables for each in table.scope if each != unknown))
-    axes = {each: place for place, each in enumerate((*scope, unknown))}
-    joined: Any = np.zeros([sizes[each] for each in axes])
-    for table in tables:
-        order = sorted(range(len(table.scope)), key=lambda place, scope=table.scope: axes[scope[place]])
-        shape = [1] * len(axes)
-        for place in order:
-            shape[axes[table.scope[place]]] = sizes[table.scope[place]]
-        joined += table.entries.transpose(order).reshape(shape)
-    return _Step(unknown=unknown, scope=scope, joined=joined, best=np.asarray(joined.min(axis=-1)))
+    step = _Step(unknown=unknown, size=size, scope=scope, tables=tuple(tables), best=np.zeros(()))
+    return replace(step, best=np.asarray(step.joined().min(axis=-1)))

@@ -73,7 +73,7 @@ def _between(
     """The best of what can still be better than `under`. priced: the cheapest at `price`."""
     total = cost_of(under, own, changes)
     bound = priced.bound - price * limit
-    best = Found(values=tuple(under), total=total, bound=bound, with_each=())
+    best = Found(values=tuple(under), total=total, bound=bound, bounds=tuple)
     least_gain = GAP * abs(total)
     if total - bound <= least_gain:
         return best
