@@ -181,6 +181,37 @@ def test_the_slowest_stage_is_as_fast_as_can_be(model: type[nn.Module], num_stag
         assert max(found.takes) == pytest.approx(min(max(cut.takes) for cut in cuts.values()), rel=1e-9)  # sums in another order
 
 
+class Deep(nn.Module):
+    """So many layers that most cuts are never looked at. x: [samples, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(150))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("num_stages", [2, 5])
+def test_what_is_not_looked_at_could_not_have_been_faster(num_stages: int):
+    """Against all places where a stage may end, one after another. 16 and 128 places a stage are tried before all of them."""
+    program = program_of(Deep)
+    for seed in range(3):
+        numbers = random_numbers(program, seed)
+        line = Intervals(program, numbers.work, numbers.kept, link_bytes_per_second=SPEED)
+        places = [0, *line.places, line.num_nodes]
+        assert len(line.places) > 128 * 2
+        takes = {end: line.until(end).takes for end in places[1:]}
+        slowest = {0: 0.0}  # of the stages so far -> where they end
+        for _ in range(num_stages):
+            slowest = {end: min(max(slowest[start], takes[end][start]) for start in slowest if start < end) for end in places if end > min(slowest)}
+        choice = chosen(program, numbers, num_stages)
+        bounds = pairwise([0, *place(program, choice), line.num_nodes])
+        assert max(takes[end][start] for start, end in bounds) == pytest.approx(slowest[line.num_nodes], rel=1e-9)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_memory_of_stages_is_kept_to_and_no_more_is_refused_than_must_be(model: type[nn.Module]):
     """Each rank has one stage, and 1f1b holds 3, 2, 1 microbatches."""

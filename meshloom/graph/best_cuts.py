@@ -93,16 +93,26 @@ def refined(line: Intervals, limits: Limits, cuts: Sequence[int], price: Callabl
 
 
 def _fastest(line: Intervals, limits: Limits, budgets: Sequence[float]) -> list[int] | None:
-    """Exact, for stages that may hold `budgets` bytes each."""
-    fastest = _ends(line, limits, budgets, lambda row: row.takes, numpy.maximum)
-    if fastest is None:
+    """Exact, for stages that may hold `budgets` bytes each. What few of the places allow leaves little to look at among all."""
+    found, most = None, math.inf
+    for places in (*(_some_places(line, count * limits.num_stages) for count in (16, 128)), line.places):
+        found = _ends(line, limits, budgets, lambda row: row.takes, numpy.maximum, at=places, most=most)
+        most = _longest(line, found) * (1 + 1e-9) if found is not None else most
+    if found is None:
         return None
-    most = _longest(line, fastest) * (1 + 1e-9)
 
     def sends(row: Row) -> numpy.ndarray:
         return numpy.where(row.takes <= most, row.moved_bytes, math.inf)
 
-    return _ends(line, limits, budgets, sends, numpy.add)
+    return _ends(line, limits, budgets, sends, numpy.add, at=line.places, most=most)
+
+
+def _some_places(line: Intervals, count: int) -> list[int]:
+    """About so many of the places, with as much to compute between them."""
+    if len(line.places) <= count:
+        return line.places
+    work = line.seconds[line.places]
+    return [line.places[number] for number in numpy.unique(numpy.searchsorted(work, numpy.linspace(work[0], work[-1], count)))]
 
 
 def _ends(
@@ -111,33 +121,46 @@ def _ends(
     budgets: Sequence[float],
     cost: Callable[[Row], numpy.ndarray],
     combine: Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray],
+    *,
+    at: Sequence[int],
+    most: float = math.inf,
 ) -> list[int] | None:
-    """The cuts of least cost, that of several stages being combined from theirs."""
-    places = numpy.array([0, *line.places, line.num_nodes])
+    """The cuts of least cost, that of several stages being combined from theirs. at: the places. most: seconds of a stage."""
+    places = numpy.array([0, *at, line.num_nodes])
+    work = line.seconds[places]  # a stage takes as much or more
     count = limits.num_stages
+    slack = most * 1e-9
+    most_after = [most * (count - stage - 1) if stage < count - 1 else 0.0 for stage in range(count)]
     counts = [max(moment[stage] for moment in limits.in_flight) for stage in range(count)]
     barred = [_sums_of(limits.forbidden.get(stage, ()), line.num_nodes) for stage in range(count)]
     least = numpy.full((count + 1, len(places)), math.inf)  # [stages so far, end]
     least[0, 0] = 0.0 if combine is numpy.add else -math.inf
     start_of = numpy.zeros((count + 1, len(places)), dtype=int)
     for end in range(1, len(places)):
-        row, starts = line.until(int(places[end])), places[:end]
+        stages = [
+            stage for stage in range(count)
+            if work[end] <= (stage + 1) * most + slack and work[-1] - work[end] <= most_after[stage] + slack
+        ]  # fmt: skip
+        first = int(numpy.searchsorted(work, work[end] - most - slack))
+        if not stages or first == end:
+            continue
+        row, starts = line.until(int(places[end])), places[first:end]
         costs, state, kept = cost(row)[starts], row.state_bytes[starts], row.kept_bytes[starts]
-        for stage in range(count):
-            found = combine(least[stage, :end], costs)
+        for stage in stages:
+            found = combine(least[stage, first:end], costs)
             if math.isfinite(budgets[stage]):
                 found = numpy.where(state + counts[stage] * kept <= budgets[stage], found, math.inf)
             if stage in limits.forbidden:
                 found = numpy.where(barred[stage][places[end]] == barred[stage][starts], found, math.inf)
             best = int(found.argmin())
-            least[stage + 1, end], start_of[stage + 1, end] = found[best], best
+            least[stage + 1, end], start_of[stage + 1, end] = found[best], first + best
     if least[count, -1] == math.inf:
         return None
     ends: list[int] = []
-    at = len(places) - 1
+    end = len(places) - 1
     for stage in range(count, 0, -1):
-        at = int(start_of[stage, at])
-        ends.append(int(places[at]))
+        end = int(start_of[stage, end])
+        ends.append(int(places[end]))
     return ends[-2::-1]
 
 
@@ -170,7 +193,7 @@ def _even(line: Intervals, limits: Limits) -> list[int] | None:
     """The cuts whose largest stage holds least, if all held as many microbatches."""
     count = max(map(max, limits.in_flight))
     unlimited = [math.inf] * limits.num_stages
-    return _ends(line, limits, unlimited, lambda row: row.state_bytes + count * row.kept_bytes, numpy.maximum)
+    return _ends(line, limits, unlimited, lambda row: row.state_bytes + count * row.kept_bytes, numpy.maximum, at=line.places)
 
 
 def _emptied(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int]:

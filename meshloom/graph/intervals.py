@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy
 
 from meshloom.graph.cost import Kept
-from meshloom.graph.nodes import lists_in, refs_in
+from meshloom.graph.nodes import Meta, lists_in, refs_in
 from meshloom.graph.program import Program
 from meshloom.graph.stages import computed_of_the_batch, updating
 from meshloom.graph.work import Work
@@ -104,8 +104,10 @@ class Intervals:
         self._forward, self._backward, self._later = (
             _sums(each) for each in zip(*((one.forward, one.backward, one.later) for one in own), strict=True)
         )
+        self.seconds = self._forward + self._backward  # [place], of what is computed before it; without what every stage computes that needs it
         self._again = self._spans((self._users[name], work[name].forward) for name in self._free)
         self._bytes = {name: _state_bytes(program, name, state_factor) for name in self.uses}
+        self._parameters = _Used((self.uses[name], program.parameters[name].meta) for name in self.uses if name in program.parameters)
         self._state = self._spans((uses, self._bytes[name]) for name, uses in self.uses.items())
         self._kept = self._spans_of_kept(kept)
         self._received, self._handed_back = _Spans(self.num_nodes), _Spans(self.num_nodes)
@@ -139,16 +141,15 @@ class Intervals:
     def _stage(self, start: int, end: int) -> StageCost:
         """The operators from one place to another."""
         row = self.until(end)
-        paths = [node.path for node in self.program.nodes[start:end] if node.path and node.name not in self._free]
-        mine = [self.program.parameters[name] for name in self.program.parameters if _used_within(self.uses.get(name, ()), start, end)]
+        parameters, parameter_bytes = self._parameters.within(start, end)
         return StageCost(
-            module=paths[0] if paths else "",
-            last_module=paths[-1] if paths else "",
+            module=self._first_path(range(start, end)),
+            last_module=self._first_path(range(end - 1, start - 1, -1)),
             forward_seconds=float(row.forward[start]),
             backward_seconds=float(row.backward[start]),
             later_seconds=float(row.later[start]),
-            parameters=sum(math.prod(each.meta.shape) for each in mine),
-            parameter_bytes=sum(each.meta.num_bytes for each in mine),
+            parameters=parameters,
+            parameter_bytes=parameter_bytes,
             state_bytes=round(row.state_bytes[start]),
             kept_bytes=round(row.kept_bytes[start]),
             sent_bytes=round(row.sent[start]),
@@ -156,6 +157,11 @@ class Intervals:
             received_bytes=round(row.received[start]),
             handed_back_bytes=round(row.handed_back[start]),
         )
+
+    def _first_path(self, numbers: Iterable[int]) -> str:
+        """The first module that computes something."""
+        found = (self.program.nodes[number] for number in numbers)
+        return next((node.path for node in found if node.path and node.name not in self._free), "")
 
     def shared_bytes(self, bounds: Sequence[tuple[int, int]]) -> float:
         """Of parameters and their state that several of these stages use, as often as that is more than once: on one rank they are there once."""
@@ -261,6 +267,21 @@ class _Spans:
         length = self._num_nodes + 2
         change = numpy.bincount(after[:count] + 1, size[:count], length) - numpy.bincount(upto[:count] + 1, size[:count], length)
         return numpy.cumsum(change)[:-1]
+
+
+class _Used:
+    """Parameters, each with the numbers of the operators that use it, in order."""
+
+    def __init__(self, things: Iterable[tuple[Sequence[int], Meta]]) -> None:
+        uses = sorted((use, before, math.prod(meta.shape), meta.num_bytes) for each, meta in things for before, use in pairwise((-1, *each)))
+        columns = numpy.array(uses, dtype=numpy.int64).reshape(-1, 4).T
+        self._use, self._before, self._elements, self._bytes = map(numpy.ascontiguousarray, columns)
+
+    def within(self, start: int, end: int) -> tuple[int, int]:
+        """Elements and bytes of what is used by operators [start, end), each once."""
+        first, last = numpy.searchsorted(self._use, (start, end))
+        counts = self._before[first:last] < start
+        return int(self._elements[first:last][counts].sum()), int(self._bytes[first:last][counts].sum())
 
 
 def _state_bytes(program: Program, name: str, factor: float) -> float:

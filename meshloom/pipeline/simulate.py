@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from meshloom.graph.intervals import StageCost
-from meshloom.pipeline.check import legal_order
 from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.timing import Durations, Timed, run_on_paper
+from meshloom.pipeline.timing import Durations, Timed, run_on_paper, turns_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +55,20 @@ def step_seconds(schedule: Schedule, message_seconds: MessageSeconds, *, sizes: 
 
 
 def _timer(schedule: Schedule, message_seconds: MessageSeconds, sizes: Sequence[float]) -> Callable[[Sequence[StageCost]], Timed]:
-    order = legal_order(schedule)
+    turns = turns_of(schedule)
 
     def timed(stages: Sequence[StageCost]) -> Timed:
         there, back = [each.sent_bytes for each in stages], [each.handed_back_bytes for each in stages]
 
+        @cache
+        def seconds(num_bytes: float) -> float:
+            return message_seconds(num_bytes)
+
         def transfer(before: Action, after: Action) -> float:
             num_bytes = (there if before.kind == "F" else back)[before.stage]
-            return message_seconds(num_bytes * (sizes[before.microbatch] if sizes else 1.0))
+            return seconds(num_bytes * sizes[before.microbatch] if sizes else num_bytes)
 
-        return run_on_paper(schedule, durations_of(stages, sizes=sizes).of, transfer, order)
+        return run_on_paper(schedule, durations_of(stages, sizes=sizes).of, transfer, turns)
 
     return timed
 

@@ -31,9 +31,14 @@ class Durations:
 
     def of(self, action: Action) -> float:
         """What one action takes."""
-        stage = action.stage
-        whole = {"F": (self.forward,), "I": (self.input_gradient,), "W": (self.weight_gradient,), "B": (self.input_gradient, self.weight_gradient)}
-        return sum(each[stage] for each in whole[action.kind]) * (self.sizes[action.microbatch] if self.sizes else 1.0)
+        stage, kind = action.stage, action.kind
+        if kind == "F":
+            whole = self.forward[stage]
+        elif kind == "B":
+            whole = self.input_gradient[stage] + self.weight_gradient[stage]
+        else:
+            whole = (self.input_gradient if kind == "I" else self.weight_gradient)[stage]
+        return whole * self.sizes[action.microbatch] if self.sizes else whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,31 +64,56 @@ class Timed:
         return sum(self.idle_share(rank) for rank in range(len(self.busy))) / len(self.busy)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """An action of a rank. needed: what its own rank must have done before. received: what other ranks must have done, and send."""
+
+    rank: int
+    action: Action
+    needed: tuple[Action, ...]
+    received: tuple[Action, ...]
+
+
+def turns_of(schedule: Schedule) -> list[Turn]:
+    """All actions, in an order in which one thread could run them.
+
+    Raises `AssertionError` for a schedule that waits in a circle: `check_schedule` comes first.
+    """
+    order = legal_order(schedule)
+    assert order is not None, "check_schedule comes first"
+    split, found = schedule.split, list[Turn]()
+    for rank, action in order:
+        needed = needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split)
+        others = tuple(each for each in needed if schedule.ranks[each.stage] != rank)
+        found.append(Turn(rank=rank, action=action, needed=tuple(each for each in needed if each not in others), received=others))
+    return found
+
+
 def run_on_paper(
     schedule: Schedule,
     duration: Callable[[Action], float],
     transfer: Callable[[Action, Action], float] = lambda before, after: 0.0,
-    order: Sequence[tuple[int, Action]] | None = None,
+    turns: Sequence[Turn] | None = None,
 ) -> Timed:
     """Every rank runs its list in order; an action starts when its rank is free and what it needs has arrived.
 
-    duration: of an action. transfer: from the end of one action to when its value is on the other's rank.
-    order: `legal_order` of the schedule, if it is known.
+    duration: of an action. transfer: from the end of one action to when its value is on the other's rank. turns: `turns_of` the schedule, if they are known.
     Raises `AssertionError` for a schedule that waits in a circle: `check_schedule` comes first.
     """
-    order = order or legal_order(schedule)
-    assert order is not None, "check_schedule comes first"
-    split = schedule.split
     free = [0.0] * schedule.num_ranks
     busy = [0.0] * schedule.num_ranks
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
-    for rank, action in order:
-        needed = needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split)
-        arrived = (ends[each] + (transfer(each, action) if schedule.ranks[each.stage] != rank else 0.0) for each in needed)
-        starts[action] = max(free[rank], max(arrived, default=0.0))
-        ends[action] = free[rank] = starts[action] + duration(action)
-        busy[rank] += duration(action)
+    for turn in turns_of(schedule) if turns is None else turns:
+        rank, action = turn.rank, turn.action
+        start, takes = free[rank], duration(action)
+        for each in turn.needed:
+            start = max(start, ends[each])
+        for each in turn.received:
+            start = max(start, ends[each] + transfer(each, action))
+        starts[action] = start
+        ends[action] = free[rank] = start + takes
+        busy[rank] += takes
     return Timed(starts=starts, ends=ends, busy=tuple(busy))
 
 
