@@ -7,8 +7,7 @@ made in is changed, once for all nodes that want it so. Blocks that are alike sh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,6 +129,9 @@ class Problem:
         self._weighed = set(self._names)  # what has to do with parameters: nothing else is worth dividing
         self._in_place = in_place = {program.buffers[name].value for name in program.in_place}
         fixed = {*buffers, *(each.value for each in program.inputs), *program.constants}
+        self._unknown_for: dict[
+            str, dict[Any, int]
+        ] = {}  # of variables and nodes that stand for themselves: what an option stands for -> its unknown
         self.options: dict[str, list[tuple[Placement, int]]] = {}
         for value in dict.fromkeys([*parameters, *sorted(fixed)]):
             self.options[value] = self._variable(value, free=value in parameters or value in in_place)
@@ -184,10 +186,10 @@ class Problem:
         costs = [self._holding(value, each, size) for each, size in zip(options, sizes, strict=True)]
         counterpart = self.repeats.value(value)
         if counterpart != value:
-            known = {self._stand(each): unknown for each, unknown in self.options.get(counterpart, ())}
-            found = self._as_for(known, [(each, self._stand(each), cost) for each, cost in zip(options, costs, strict=True)])
+            found = self._as_for(counterpart, [(each, self._stand(each), cost) for each, cost in zip(options, costs, strict=True)])
         else:
             found = list(zip(options, self._one_of(costs), strict=True))
+            self._unknown_for[value] = {self._stand(each): unknown for each, unknown in found}
             self._made[value] = {self._stand(placement): [unknown] for placement, unknown in found}
         if value in self._names:
             for (_, unknown), size in zip(found, sizes, strict=True):
@@ -201,11 +203,12 @@ class Problem:
             self._weighed.add(node.name)
         ways = [each for each in strategies_of(node, self.layout, self.numbers, self.cuts) if node.name in self._weighed or each.output is INVARIANT]
         owner = self.repeats.value(node.name)
+        costs = [seconds * each.work + self._talking(node, each) for each in ways]
         if owner != node.name:
-            known = {self._counterpart(each): unknown for each, unknown in self.strategies.get(owner, ())}
-            found = self._as_for(known, [(each, self._counterpart(each), seconds * each.work + self._talking(node, each)) for each in ways])
+            found = self._as_for(owner, [(each, self._counterpart(each), cost) for each, cost in zip(ways, costs, strict=True)])
         else:
-            found = list(zip(ways, self._one_of([seconds * each.work + self._talking(node, each) for each in ways]), strict=True))
+            found = list(zip(ways, self._one_of(costs), strict=True))
+            self._unknown_for[node.name] = {self._counterpart(each): unknown for each, unknown in found}
             self._made[node.name] = {}
             for strategy, unknown in found:
                 self._made[node.name].setdefault(self._stand(strategy.output), []).append(unknown)
@@ -298,8 +301,9 @@ class Problem:
             if ref.name == value
         ]
 
-    def _as_for(self, known: Mapping[Any, int], options: Sequence[tuple[Any, Any, float]]) -> list[tuple[Any, int]]:
-        """Options (own, what it stands for, cost) with the unknowns of the counterparts, by what these stand for."""
+    def _as_for(self, owner: str, options: Sequence[tuple[Any, Any, float]]) -> list[tuple[Any, int]]:
+        """Options (own, what it stands for, cost) with the unknowns of those that the owner has for what they stand for."""
+        known = self._unknown_for.get(owner, {})
         if len(known) != len(options) or any(counterpart not in known for _, counterpart, _ in options):
             raise _UnlikeError
         for _, counterpart, cost in options:
@@ -316,9 +320,10 @@ class Problem:
         there = frozenset[int]().union(*(self.numbers.leaves(axis) for axes in self.layout.values[value] for axis in axes))
         return next((Part(cut) for cut in self._stood_for[self._stands[placement.cut]] if there & cut.parts.keys()), placement)
 
-    def _counterpart(self, strategy: Strategy) -> Strategy:
+    def _counterpart(self, strategy: Strategy) -> Hashable:
+        """What a strategy stands for: equal for those of nodes that are alike."""
         cut = self._stands[strategy.cut] if strategy.cut is not None else None
-        return replace(strategy, operands=tuple(map(self._stand, strategy.operands)), output=self._stand(strategy.output), cut=cut)
+        return tuple(map(self._stand, strategy.operands)), self._stand(strategy.output), strategy.work, cut, strategy.talks
 
     def _pieces(self, value: str, placement: Placement) -> Pieces:
         """Who holds what of a value."""
