@@ -11,7 +11,7 @@ is measured by the rest. a is the plan's, b is one device's.
     update      the parameter's change in this step, which shows what a small learning rate hides in the parameter
 
 An error counts as rounding up to a tolerance of the precision. Above it, a gradient still agrees if it is no further from one device's than one device's
-own goes when its parameters are moved at random by a few units of rounding (`Reference.moved`): what one device cannot tell from rounding, nobody can.
+own goes, or one of them beyond its tolerance, when the parameters are moved at random by a few units of rounding (`Reference.moved`).
 
 Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be the same on both sides and count in no norm. A gradient
 that is not finite never agrees.
@@ -133,6 +133,7 @@ class GradientErrors:
         self.norms = {name: norm(each) for name, each in one.items() if each is not None}
         self._ask = moved
         self._moved: Mapping[str, float] | None = None
+        self._elsewhere = 0.0
         self._one = one
         self._step = step
         self._tolerance = tolerance
@@ -141,12 +142,8 @@ class GradientErrors:
 
     def take(self, name: str, ours: Tensor | None) -> TensorError:
         """The plan's next one."""
-        one = self._one.get(name)
-        # A gradient that is small because large terms cancel carries their rounding: some units of the largest gradient.
-        size = max(self.norms.get(name, 0.0), FLOOR * self._largest)
-        rounding = ROUNDING_UNITS * torch.finfo(one.dtype).eps * self._largest / size if one is not None and size else 0.0
-        error, tolerance = self._error(name, ours, one, size), self._tolerance + rounding
-        moved = 0.0 if error <= tolerance or not math.isfinite(error) else _ratio(self._how_far(name), size)
+        error, tolerance = self._error(name, ours, self._one.get(name), self._size(name)), self._allowed(name)
+        moved = 0.0 if error <= tolerance or not math.isfinite(error) else self._how_far(name)
         self._found[name] = self._made(name, error, max(tolerance, moved), moved=moved > tolerance)
         return self._found[name]
 
@@ -168,10 +165,21 @@ class GradientErrors:
             return math.inf
         return _error(ours.to_dense(), one.to_dense(), size)
 
+    def _size(self, name: str) -> float:
+        return max(self.norms.get(name, 0.0), FLOOR * self._largest)
+
+    def _allowed(self, name: str) -> float:
+        # A gradient that is small because large terms cancel carries their rounding: some units of the largest gradient.
+        one, size = self._one.get(name), self._size(name)
+        return self._tolerance + (ROUNDING_UNITS * torch.finfo(one.dtype).eps * self._largest / size if one is not None and size else 0.0)
+
     def _how_far(self, name: str) -> float:
+        """What moving the parameters does to it, or to another beyond its tolerance: where a relu flips in this run, it might have flipped here in that."""
         if self._moved is None:
-            self._moved = self._ask() if self._ask else {}
-        return self._moved.get(name, 0.0)
+            found = self._ask() if self._ask else {}
+            self._moved = {each: _ratio(moved, self._size(each)) for each, moved in found.items()}
+            self._elsewhere = max((far for each, far in self._moved.items() if self._allowed(each) < far < math.inf), default=0.0)
+        return max(self._moved.get(name, 0.0), self._elsewhere)
 
     def _made(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
         one = self._one.get(name)
