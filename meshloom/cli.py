@@ -234,6 +234,7 @@ def _verify(arguments: argparse.Namespace, job: Job, terminal: Terminal, records
 
 
 def _describe(arguments: argparse.Namespace, job: Job, records: Records) -> int:
+    started = time.process_time()  # Python, PyTorch, and the job's file
     plan = _plan(arguments)
     plan.check_batch(arguments.batch or job.batch_size)
     check_ranks(plan.tp * plan.pp, "simulated", arguments.oversubscribe)
@@ -256,12 +257,18 @@ def _describe(arguments: argparse.Namespace, job: Job, records: Records) -> int:
         records.write("stages", **stages_record(stages))
     if plan.mesh.size > 1 and has_shares(plan):
         sizes = plan.largest_share(arguments.batch or job.batch_size)
-        shares = rank_shares(
-            readings.of(sizes[0]).program, plan, len(sizes),
-            part=division.part if division else None, choice=stages.choice if stages else None, optimizer_factor=description.optimizer_factor,
-        )  # fmt: skip
+        with readings.timings.of("ranks"):
+            shares = rank_shares(
+                readings.of(sizes[0]).program, plan, len(sizes),
+                part=division.part if division else None, choice=stages.choice if stages else None, optimizer_factor=description.optimizer_factor,
+            )  # fmt: skip
         print("", *lines_of_ranks(shares), sep="\n", file=stream)
         records.write("ranks", plan=str(plan), ranks=[asdict(each) for each in shares])
+    if arguments.timings:
+        seconds = {"start": started, **readings.timings.seconds}
+        told = ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items())
+        print(f"\nCPU seconds: {told}; {sum(seconds.values()):.1f} in all", file=stream)
+        records.write("timings", plan=str(plan), seconds=seconds)
     return 0
 
 

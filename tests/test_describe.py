@@ -23,6 +23,7 @@ from meshloom.cluster import example_machine, save
 from meshloom.planner import describe as planner
 from meshloom.planner.blocks import Block, rows_of
 from meshloom.planner.readings import Readings
+from meshloom.planner.timings import Timings
 from meshloom.report.description import description_records, print_description
 
 FILE = str(Path(__file__).with_name("describe_jobs.py"))
@@ -234,6 +235,27 @@ def test_records_hold_the_numbers(capsys: pytest.CaptureFixture[str]):
     assert records[2] | {"block": "layers.0-1,3-5", "class": "Layer", "count": 5} == records[2]
     assert "total" in captured.err
     assert json.loads(json.dumps(description_records(describe(job_of(Stack)))))[0]["batch_size"] == 4
+
+
+def test_timings_are_of_the_phases_that_a_plan_has(capsys: pytest.CaptureFixture[str]):
+    assert main(["describe", FILE, "--plan", "tp=2", "--timings", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    seconds = json.loads(out.splitlines()[-1])["seconds"]
+    assert list(seconds) == ["start", "reading", "memory of a step", "prices", "blocks", "axes", "choosing a division", "dividing", "ranks"]
+    assert all(each >= 0 for each in seconds.values()) and seconds["reading"] > seconds["blocks"]
+    assert "CPU seconds: start" in err
+
+
+def test_a_phase_does_not_count_what_others_take_inside_of_it(monkeypatch: pytest.MonkeyPatch):
+    clock = iter([0.0, 1.0, 4.0, 5.0, 7.0, 10.0])
+    monkeypatch.setattr("time.process_time", lambda: next(clock))
+    timings = Timings()
+    with timings.of("outer"):
+        with timings.of("inner"):
+            pass
+        with timings.of("inner"):
+            pass
+    assert timings.seconds == {"inner": 3.0 + 2.0, "outer": 10.0 - 5.0}
 
 
 @pytest.mark.parametrize(

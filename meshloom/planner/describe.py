@@ -48,8 +48,10 @@ def describe(readings: Readings, *, batch_size: int | None = None, machine: Mach
     job = readings.job
     reading = readings.of(batch_size or job.batch_size)
     program = reading.program
-    memory, no_memory = _memory_of(program, job)
-    whole = blocks_of(program, reading.costs, reading.kinds, machine)
+    with readings.timings.of("memory of a step"):
+        memory, no_memory = _memory_of(program, job)
+    with readings.timings.of("blocks"):
+        whole = blocks_of(program, reading.costs, reading.kinds, machine)
     used = {ref.name for node in program.nodes for ref in node.operands()}
     return Description(
         program=program,

@@ -31,8 +31,13 @@ def divided(readings: Readings, plan: Plan, *, batch_size: int | None = None, ma
     job = readings.job
     reading = readings.of(plan.largest_share(batch_size or job.batch_size)[0])
     program, priced = reading.program, reading.costs
-    layout = layout_of(program, rules_with(job.rules))
+    timings = readings.timings
+    with timings.of("axes"):
+        layout = layout_of(program, rules_with(job.rules))
     rates = rates_of(machine, plan.tp) if machine is not None and machine.device == program.device.type else rates_for(layout, plan.tp)
-    choice = choose(layout, plan.tp, rates, placements=plan.tp_placements, memory_bytes=plan.memory_bytes or None, priced=priced)
-    part = partition(choice)
-    return Divided(part=part, account=account_of(part, priced, num_chunks=plan.microbatches, placements=plan.tp_placements, rates=rates.source))
+    with timings.of("choosing a division"):
+        choice = choose(layout, plan.tp, rates, placements=plan.tp_placements, memory_bytes=plan.memory_bytes or None, priced=priced)
+    with timings.of("dividing"):
+        part = partition(choice)
+        account = account_of(part, priced, num_chunks=plan.microbatches, placements=plan.tp_placements, rates=rates.source)
+    return Divided(part=part, account=account)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
@@ -12,6 +12,7 @@ from meshloom.graph.cost import Cost, costs
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
+from meshloom.planner.timings import Timings
 from meshloom.state.samples import first_batches
 
 
@@ -21,24 +22,28 @@ class Reading:
 
     program: Program
     kinds: Mapping[str, str]
+    timings: Timings = field(default_factory=Timings, compare=False)
 
     @cached_property
     def costs(self) -> Mapping[str, Cost]:
         """Of its nodes."""
-        return costs(self.program)
+        with self.timings.of("prices"):
+            return costs(self.program)
 
 
 class Readings:
-    """Of one job."""
+    """Of one job. timings: of all that is done with them, by those who do it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.timings = Timings()
         self._read: dict[int, Reading] = {}
 
     def of(self, samples: int) -> Reading:
         """For its first batch of so many samples. Raises `CaptureError` if the loss cannot be read, and what reading the data raises."""
         if samples not in self._read:
-            self._read[samples] = self._reading(samples)
+            with self.timings.of("reading"):
+                self._read[samples] = self._reading(samples)
         return self._read[samples]
 
     def _reading(self, samples: int) -> Reading:
@@ -52,4 +57,4 @@ class Readings:
             return built
 
         program = capture_shapes(replace(self.job, model=model), batch)
-        return Reading(program=program, kinds=kinds)
+        return Reading(program=program, kinds=kinds, timings=self.timings)

@@ -62,8 +62,12 @@ def staged(readings: Readings, plan: Plan, *, batch_size: int | None = None, mac
     Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be cut as the plan asks.
     """
     reader = _Reader(readings, batch_size or readings.job.batch_size, machine)
-    found = reader.stage_plan(plan, with_traffic=True)
-    return replace(found, better=tuple(_better(found, reader))) if offers else found
+    with readings.timings.of("cutting"):
+        found = reader.stage_plan(plan, with_traffic=True)
+    if not offers:
+        return found
+    with readings.timings.of("other settings"):
+        return replace(found, better=tuple(_better(found, reader)))
 
 
 def stage_plan(
