@@ -14,14 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
 from meshloom.errors import CaptureError
 from meshloom.graph import programs as module
+from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import LossPrograms
 from meshloom.job import Job
 from meshloom.random import KeyedDraws, seed_everything
+from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -80,9 +83,10 @@ def follow(job: Job, batches: Sequence[Any]) -> list[int]:
 def gradients(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> list[Any]:
     model.zero_grad()
     seed_everything(3)
-    total, weight = run(batch)
+    returned = run(batch)
+    total, *weight = returned if isinstance(returned, tuple) else (returned,)
     total.backward()
-    return [total.item(), weight, *(None if each.grad is None else each.grad.tolist() for each in model.parameters())]
+    return [total.item(), *weight, *(None if each.grad is None else each.grad.tolist() for each in model.parameters())]
 
 
 def attention(heads: int, **settings: Any) -> Forward:
@@ -156,3 +160,18 @@ def test_a_loss_that_is_another_one_at_each_size_is_refused_with_the_dim_that_va
     )
     with pytest.raises(CaptureError, match=wanted):
         follow(job_of(BY_SIZE["a loop"]), [batch_of(*each) for each in [(4, 9), (4, 6), (4, 11), (4, 8)]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "bloom", "gpt2", "llama", "opt", "resnet", "swin", "t5", "vit", "whisper"])
+def test_families_are_read_three_times(name: str):
+    """With batches of other sizes, and texts that are cut to other lengths."""
+    job = FAMILIES[name].make_job(True)
+    data = job.data()
+
+    def batch(samples: int, less: int) -> Any:
+        leaves = leaves_of(default_collate([data[number] for number in range(samples)]))
+        cut = [leaf[:, : leaf.shape[1] - less] if leaf.ndim == 2 and not leaf.is_floating_point() else leaf for leaf in leaves.tensors.values()]
+        return leaves.rebuild([each.contiguous() for each in cut])
+
+    assert follow(job, [batch(3, 0), batch(2, 1), batch(4, 2), batch(5, 0), batch(2, 2), batch(5, 1)])[2:] == [3, 3, 3, 3]
