@@ -98,6 +98,7 @@ class Axis:
             while way[-1]._strip.kind == "same":
                 way += way[-1]._strip.parts
             for each in reversed(way):
+                each._key = each._parts = each._leaves = None  # what was settled may be united with others since
                 each._strip, each._start, _ = each.key
             pending += axis._strip.parts
 
