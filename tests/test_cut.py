@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -358,8 +357,8 @@ def test_the_simulated_step_is_as_short_as_can_be(schedule: str, ranks: int, mic
         first = chosen(program, numbers, ranks).stages
         every = [[line.stage(start, end) for start, end in pairwise([0, *at, line.num_nodes])] for at in combinations(line.places, ranks - 1)]
         longest = UNEVEN * max(each.seconds for each in first)
-        best = min(price(stages, math.inf) for stages in every if max(each.seconds for each in stages) <= longest)
-        plain, found = price(first, math.inf), price(chosen(program, numbers, ranks, step_seconds=price).stages, math.inf)
+        best = min(price(stages) for stages in every if max(each.seconds for each in stages) <= longest)
+        plain, found = price(first), price(chosen(program, numbers, ranks, step_seconds=price).stages)
         assert best * (1 - 1e-9) <= found <= min(best * 1.05, plain * (1 + 1e-9))
 
 

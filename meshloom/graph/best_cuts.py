@@ -69,15 +69,14 @@ def rank_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[flo
     return found
 
 
-def refined(line: Intervals, limits: Limits, cuts: Sequence[int], price: Callable[[Sequence[int], float], float]) -> list[int]:
+def refined(line: Intervals, limits: Limits, cuts: Sequence[int], price: Callable[[Sequence[int]], float]) -> list[int]:
     """Neighbouring cuts moved together by a few places for as long as that lowers the price, within all limits.
 
-    price: of cuts; what is not below the second number may be told as anything that is not.
     Several at a time, as work goes through a stage that must not become slower from the one before it to the one after.
     """
     places = line.places
     at = [places.index(cut) for cut in cuts]
-    best = price(cuts, math.inf)
+    best = price(cuts)
     moves = [(first, last, step) for first in range(len(at)) for last in range(first, len(at)) for step in STEPS]
     since = 0  # moves in turn that did not help
     for first, last, step in itertools.islice(itertools.cycle(moves) if moves else (), MOVES):
@@ -85,7 +84,7 @@ def refined(line: Intervals, limits: Limits, cuts: Sequence[int], price: Callabl
         tried = [each + step if first <= number <= last else each for number, each in enumerate(at)]
         if _in_order(tried, len(places)):
             chosen = [places[each] for each in tried]
-            cost = price(chosen, best)
+            cost = price(chosen)
             if cost < best * (1 - 1e-9) and _is_legal(line, limits, chosen):
                 at, best, since = tried, cost, 0
         if since >= len(moves):
@@ -171,7 +170,7 @@ def _best_sharing(line: Intervals, limits: Limits, start: Sequence[int]) -> list
     tried = [_by_parts(line, limits, start), _fastest(line, limits, alike)]
     tried += [_emptied(line, limits, each) for each in (start, _even(line, limits)) if each is not None]
     fitting = [cuts for cuts in tried if cuts is not None and _excess(line, limits, cuts) <= 0]
-    improved = [refined(line, limits, cuts, lambda tried, below: _longest(line, tried)) for cuts in fitting]
+    improved = [refined(line, limits, cuts, lambda tried: _longest(line, tried)) for cuts in fitting]
     return min(improved, key=lambda cuts: _longest(line, cuts), default=None)
 
 
@@ -200,7 +199,7 @@ def _even(line: Intervals, limits: Limits) -> list[int] | None:
 def _emptied(line: Intervals, limits: Limits, start: Sequence[int]) -> list[int]:
     """Cuts moved until no rank holds too much, if that goes."""
     free = Limits(ranks=limits.ranks, memory_bytes=math.inf, in_flight=limits.in_flight, forbidden=limits.forbidden)
-    return refined(line, free, start, lambda tried, below: max(_excess(line, limits, tried), 0.0))
+    return refined(line, free, start, lambda tried: max(_excess(line, limits, tried), 0.0))
 
 
 def _stage_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[float]:

@@ -60,7 +60,7 @@ def choose_cuts(
     homes: Homes | None = None,
     work: Mapping[str, Work] | None = None,
     kept: Mapping[str, Sequence[Kept]] | None = None,
-    step_seconds: Callable[[Sequence[StageCost], float], float] | None = None,
+    step_seconds: Callable[[Sequence[StageCost]], float] | None = None,
 ) -> CutChoice:
     """The stage of every node.
 
@@ -71,8 +71,8 @@ def choose_cuts(
     ranks: stage -> its rank; default: each has its own.
     homes: parameter or buffer -> the stages that hold it already; all of its users must lie in these, or in others of their ranks (`where_used`).
     work, kept: node -> its seconds, and what it makes autograd keep; default: those of `costs`, at `rates`.
-    step_seconds: what a step takes with these stages, exactly if that is below the second number; where given, cuts near the best are tried, too, and the
-        shortest step is taken. No stage becomes `UNEVEN` times as slow as the slowest was.
+    step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the shortest step is taken. No stage becomes
+        `UNEVEN` times as slow as the slowest was.
     Raises `PlanError` if there are fewer places to cut than wanted, a module is not there, or no cut fits into the memory or to the homes.
     """
     rates = rates or Rates()
@@ -96,9 +96,9 @@ def choose_cuts(
         # Who asks for stages wants parameters and work apart, also where a model is so small that sending takes longer than computing all of it.
         longest = UNEVEN * max(each.seconds for each in _stages(line, chosen))
 
-        def price(tried: Sequence[int], below: float) -> float:
+        def price(tried: Sequence[int]) -> float:
             stages = _stages(line, tried)
-            return step_seconds(stages, below) if max(each.seconds for each in stages) <= longest else math.inf
+            return step_seconds(stages) if max(each.seconds for each in stages) <= longest else math.inf
 
         chosen = refined(line, limits, chosen, price)
     bounds = [0, *chosen, len(program.nodes)]

@@ -48,35 +48,10 @@ def simulate(schedule: Schedule, stages: Sequence[StageCost], message_seconds: M
     )
 
 
-def step_seconds(
-    schedule: Schedule, message_seconds: MessageSeconds, *, sizes: Sequence[float] = ()
-) -> Callable[[Sequence[StageCost], float], float]:
-    """(stages, below) -> seconds of a step of them; for trying many, as `graph.cut.choose_cuts` does.
-
-    What takes `below` or longer may be told as anything from `below` on, in less time.
-    """
+def step_seconds(schedule: Schedule, message_seconds: MessageSeconds, *, sizes: Sequence[float] = ()) -> Callable[[Sequence[StageCost]], float]:
+    """Stages -> seconds of a step of them; for trying many, as `graph.cut.choose_cuts` does."""
     timer = _timer(schedule, message_seconds, sizes)
-    first = [schedule.ranks.index(rank) for rank in range(schedule.num_ranks)]  # stage of each rank
-    is_split = bool(schedule.split)
-
-    def seconds(stages: Sequence[StageCost], below: float) -> float:
-        least = _least_seconds(stages, schedule.ranks, first, sizes or (1.0,) * schedule.num_microbatches, is_split)
-        return least if least >= below else timer(stages).length
-
-    return seconds
-
-
-def _least_seconds(stages: Sequence[StageCost], ranks: Sequence[int], first: Sequence[int], sizes: Sequence[float], is_split: bool) -> float:
-    """No step takes less: a rank computes all of its microbatches, after one has come to its first stage and, where nothing of a backward can wait,
-    before one has gone back from there."""
-    whole, smallest = sum(sizes), min(sizes)
-    busy = [0.0] * len(first)
-    for stage, rank in zip(stages, ranks, strict=True):
-        busy[rank] += stage.seconds * whole
-    around = [0.0]
-    for stage in stages:
-        around.append(around[-1] + (stage.forward_seconds if is_split else stage.seconds) * smallest)
-    return max(own + around[stage] for own, stage in zip(busy, first, strict=True)) * (1 - 1e-9)
+    return lambda stages: timer(stages).length
 
 
 def _timer(schedule: Schedule, message_seconds: MessageSeconds, sizes: Sequence[float]) -> Callable[[Sequence[StageCost]], Timed]:
