@@ -24,7 +24,7 @@ from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Meta, Node, Ref, Variable, refs_in
 from meshloom.graph.partition import partition
 from meshloom.graph.pieces import Pieces
-from meshloom.graph.placement import PARTIAL, Cut, Part, Placement
+from meshloom.graph.placement import PARTIAL, Cut, Part, Placement, cut_of
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import Rules
 from meshloom.graph.strategies import Strategy, strategies_of
@@ -220,7 +220,7 @@ def _indices(axes: Sequence[Axis], placement: Placement, numbers: Numbers, num_r
         rows = [[row for row, group in enumerate(groups) if start <= group < stop] for start, stop in placement.cut.parts[number]]
         every = [torch.arange(axis.size) for axis in axes]
         return [[torch.tensor(each, dtype=torch.long) if place == dim else index for place, index in enumerate(every)] for each in rows]
-    pieces: Pieces = pieces_of(tuple(axes), placement.cut if isinstance(placement, Part) else None, numbers, num_ranks)
+    pieces: Pieces = pieces_of(tuple(axes), cut_of(placement), numbers, num_ranks)
     every = [torch.arange(size) for size in pieces.shape]
     return [
         [

@@ -18,7 +18,7 @@ from meshloom.graph.cuts import Numbers, pieces_of
 from meshloom.graph.forms import alike
 from meshloom.graph.layout import Layout
 from meshloom.graph.pieces import Pieces
-from meshloom.graph.placement import Part, Placement
+from meshloom.graph.placement import Placement, cut_of
 from meshloom.graph.problem import Held, NoWayError, Problem
 from meshloom.graph.rates import Rates, default_rates, rates_here
 from meshloom.graph.strategies import Strategy
@@ -59,8 +59,7 @@ class Choice:
 
     def pieces(self, value: str, placement: Placement) -> Pieces:
         """Who holds what of a value (of its only tensor)."""
-        cut = placement.cut if isinstance(placement, Part) else None
-        return pieces_of(self.layout.values[value][0], cut, self.numbers, self.num_ranks)
+        return pieces_of(self.layout.values[value][0], cut_of(placement), self.numbers, self.num_ranks)
 
 
 def choose(

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.graph.contexts import Entered
-from meshloom.graph.nodes import Meta, Node, Ref, refs_in
+from meshloom.graph.nodes import Meta, Node, Ref, last_uses
 from meshloom.graph.on_cpu import AsOnCPU, fake_mode
 from meshloom.graph.program import Program
 from meshloom.graph.sparse_constants import empty_like
@@ -59,7 +59,8 @@ def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterat
     """
     contexts = tuple(dict.fromkeys(node.context for node in program.nodes))
     number = {context: index for index, context in enumerate(contexts)}
-    dying = {} if keep else _last_uses(program)
+    made = {node.name for node in program.nodes}
+    dying = {} if keep else last_uses(program.nodes, (program.outputs, tuple(program.updates.values())))
     with Entered(contexts, device=program.device.type) as entered:
         for node in program.nodes:
             entered.move_to(number[node.context])
@@ -67,7 +68,8 @@ def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterat
             values[node.name] = node.target(*args, **kwargs)
             del args, kwargs
             for name in dying.get(node.name, ()):
-                del values[name]
+                if name in made:
+                    del values[name]
             yield node
 
 
@@ -87,22 +89,6 @@ def loss_of(program: Program, values: Mapping[str, Any]) -> Tensor | None:
     first = program.outputs[0] if program.outputs else None
     value = values.get(first.name) if isinstance(first, Ref) else None
     return value.sum() if isinstance(value, Tensor) and value.requires_grad else None
-
-
-def _last_uses(program: Program) -> dict[str, list[str]]:
-    """Node -> values of nodes that nobody reads after it, its own included if nobody ever does."""
-    last = {node.name: node.name for node in program.nodes}
-    made = set(last)
-    for node in program.nodes:
-        for ref in node.operands():
-            if ref.name in made:
-                last[ref.name] = node.name
-    returned = {ref.name for ref in refs_in((*program.outputs, *program.updates.values()))}
-    dying: dict[str, list[str]] = {}
-    for name, at in last.items():
-        if name not in returned:
-            dying.setdefault(at, []).append(name)
-    return dying
 
 
 def _like(meta: Meta, device: torch.device) -> Tensor:

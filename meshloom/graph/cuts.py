@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -153,7 +153,7 @@ def num_runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> int:
 def _edges(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> tuple[int, int, bool, bool]:
     """How many runs a rank holds, and indices in them; whether the first begins where the axis does, and the last ends where that does."""
     if axis.kind is None:
-        runs = _runs(axis, cut, numbers, rank)
+        runs = stretch_of(axis, cut, numbers, rank)
         return (1, runs[0][1] - runs[0][0], runs[0][0] == 0, runs[0][1] == axis.size) if runs else (0, 0, False, False)
     first, *others = axis.parts
     count, size, begins, ends = _edges(first, cut, numbers, rank)
@@ -170,32 +170,40 @@ def _edges(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> tuple[int, int,
 
 
 def _runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> Runs:
+    return runs_in(axis, lambda leaf: stretch_of(leaf, cut, numbers, rank), lambda part: part.size)
+
+
+def stretch_of(leaf: Axis, cut: Cut, numbers: Numbers, rank: int) -> Runs:
+    """What a rank holds of an axis without parts: one run, or none."""
+    strip, first, size = leaf.key
+    number = numbers.of.get(strip)
+    start, stop = cut.parts[number][rank] if number is not None and number in cut.parts else (0, strip.size)
+    start, stop = max(start - first, 0), min(stop - first, size)
+    return ((start, stop),) if start < stop else ()
+
+
+def runs_in(axis: Axis, of_leaf: Callable[[Axis], Runs], size_of: Callable[[Axis], int]) -> Runs:
+    """The runs of an axis, of those in the axes without parts that it is made of. size_of: an axis, in what runs are counted in."""
     if axis.kind is None:
-        strip, first, size = axis.key
-        number = numbers.of.get(strip)
-        start, stop = cut.parts[number][rank] if number is not None and number in cut.parts else (0, strip.size)
-        start, stop = max(start - first, 0), min(stop - first, size)
-        return ((start, stop),) if start < stop else ()
+        return of_leaf(axis)
     if axis.kind == "concatenation":
         found: list[Interval] = []
         offset = 0
         for part in axis.parts:
-            found += [(offset + start, offset + stop) for start, stop in _runs(part, cut, numbers, rank)]
-            offset += part.size
-        return joined(found)
+            found += [(offset + start, offset + stop) for start, stop in runs_in(part, of_leaf, size_of)]
+            offset += size_of(part)
+        return _joined(found)
     runs: Runs = ((0, 1),)
     for part in axis.parts:
-        inner = _runs(part, cut, numbers, rank)
-        if inner == ((0, part.size),):
-            runs = tuple((start * part.size, stop * part.size) for start, stop in runs)
+        inner, size = runs_in(part, of_leaf, size_of), size_of(part)
+        if inner == ((0, size),):
+            runs = tuple((start * size, stop * size) for start, stop in runs)
         else:
-            runs = tuple(
-                (index * part.size + start, index * part.size + stop) for first, last in runs for index in range(first, last) for start, stop in inner
-            )
-    return joined(runs)
+            runs = tuple((index * size + start, index * size + stop) for first, last in runs for index in range(first, last) for start, stop in inner)
+    return _joined(runs)
 
 
-def joined(runs: Sequence[Interval]) -> Runs:
+def _joined(runs: Sequence[Interval]) -> Runs:
     """Runs that touch as one."""
     joined: list[Interval] = []
     for start, stop in runs:

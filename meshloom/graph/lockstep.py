@@ -17,7 +17,7 @@ from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
 from meshloom.graph.collectives import Joint
 from meshloom.graph.contexts import Entered
 from meshloom.graph.leaves import leaves_of
-from meshloom.graph.nodes import Node, Ref, refs_in
+from meshloom.graph.nodes import Node, Ref, last_uses
 from meshloom.graph.program import Program
 from meshloom.graph.runner import lifted
 from meshloom.random import seed_torch
@@ -49,9 +49,9 @@ def run_in_lockstep(
         known.update({name: _lifted(each, dtype) for name, each in program.constants.items()})
         known.update({each.value: _lifted(tensor_of(leaves, each, dtype), dtype) for each in program.inputs})
     contexts = tuple(dict.fromkeys(node.context for program in programs for node in program.nodes))
-    over = [_last_uses(program) for program in programs]
+    over = [last_uses(program.nodes, (program.outputs, tuple(program.updates.values()))) for program in programs]
     with Entered(contexts, device=programs[0].device.type, lifted=dtype is not None) as entered:
-        for number, nodes in enumerate(zip(*(program.nodes for program in programs), strict=True)):
+        for nodes in zip(*(program.nodes for program in programs), strict=True):
             entered.move_to(contexts.index(nodes[0].context))
             results = _run(nodes, values, dtype)
             for rank, result in enumerate(results):
@@ -59,7 +59,7 @@ def run_in_lockstep(
             if visit is not None:
                 visit(nodes[0], results)
             for known, names in zip(values, over, strict=True):
-                for name in names.get(number, ()):
+                for name in names.get(nodes[0].name, ()):
                     known.pop(name, None)
     for rank, program in enumerate(programs):
         with torch.no_grad():
@@ -68,18 +68,6 @@ def run_in_lockstep(
     return [
         tree_unflatten([_look_up(each, values[rank], None) for each in program.outputs], program.out_spec) for rank, program in enumerate(programs)
     ]
-
-
-def _last_uses(program: Program) -> dict[int, list[str]]:
-    """Number of a node -> values that nothing after it reads."""
-    last = {each.name: number for number, node in enumerate(program.nodes) for each in node.operands()}
-    unread = {node.name: number for number, node in enumerate(program.nodes) if node.name not in last}
-    kept = {each.name for each in refs_in((program.outputs, tuple(program.updates.values())))}
-    over: dict[int, list[str]] = {}
-    for name, number in (last | unread).items():
-        if name not in kept:
-            over.setdefault(number, []).append(name)
-    return over
 
 
 def _run(nodes: Sequence[Node], values: Sequence[Mapping[str, Any]], dtype: torch.dtype | None) -> list[Any]:

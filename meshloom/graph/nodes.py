@@ -119,6 +119,20 @@ def refs_in(value: Any) -> Iterator[Ref]:
             yield from refs_in(each)
 
 
+def last_uses(nodes: Sequence[Node], returned: Any) -> dict[str, list[str]]:
+    """Node -> values that nobody reads after it, its own included if nobody ever does. returned: what is read at the end."""
+    last = {node.name: node.name for node in nodes}
+    for node in nodes:
+        for ref in node.operands():
+            last[ref.name] = node.name
+    kept = {ref.name for ref in refs_in(returned)}
+    over: dict[str, list[str]] = {}
+    for name, at in last.items():
+        if name not in kept:
+            over.setdefault(at, []).append(name)
+    return over
+
+
 def operator_name(target: Any) -> str:
     """`aten.add.Tensor` -> add.Tensor, `aten.linear.default` -> linear."""
     return str(target).removeprefix("aten.").removesuffix(".default") if hasattr(target, "_schema") else getattr(target, "__name__", str(target))

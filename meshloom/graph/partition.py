@@ -17,7 +17,7 @@ from meshloom.graph.fuse import with_gathered_layers
 from meshloom.graph.layout import Axes, axes_of
 from meshloom.graph.nodes import Meta, Node, Ref, Variable, contiguous_strides, refs_in
 from meshloom.graph.pieces import Pieces, Runs
-from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
+from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
 from meshloom.graph.price import kind_of
 from meshloom.graph.program import Program
 from meshloom.graph.routes import Route
@@ -136,9 +136,7 @@ class _Builder:
         args, kwargs = self._replaced((node.args, dict(node.kwargs)), wanted, node)
         target = node.target
         outputs = tuple(
-            _local(
-                meta, pieces_of(axes, strategy.output.cut if isinstance(strategy.output, Part) else None, choice.numbers, choice.num_ranks), self.rank
-            )
+            _local(meta, pieces_of(axes, cut_of(strategy.output), choice.numbers, choice.num_ranks), self.rank)
             for meta, axes in zip(node.outputs, layout.values[node.name], strict=True)
         )
         mapped = layout.mapped.get(node.name)
@@ -203,7 +201,7 @@ class _Builder:
     def _rows(self, placement: Placement, routed: tuple[int, int, Route], node: Node | None) -> Ref:
         """Which rows of an axis are sent to this rank, found once."""
         _, number, route = routed
-        cut = placement.cut if isinstance(placement, Part) else None
+        cut = cut_of(placement)
         assert cut is not None
         if (route.value, placement) not in self.rows:
             first, stop = cut.parts[number][self.rank]

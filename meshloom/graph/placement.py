@@ -63,6 +63,11 @@ PARTIAL = Plain("partial")
 REPLICATED = Part(None)
 
 
+def cut_of(placement: Placement) -> Cut | None:
+    """That by which a value is divided; None: every rank holds all of it."""
+    return placement.cut if isinstance(placement, Part) else None
+
+
 def even_parts(size: int, num_parts: int) -> tuple[Interval, ...]:
     """Contiguous parts that differ by one at most, larger ones first.
 

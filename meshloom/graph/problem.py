@@ -25,7 +25,7 @@ from meshloom.graph.limited import LimitError, cheapest_within
 from meshloom.graph.nodes import Node
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.pins import Pins
-from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
+from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
 from meshloom.graph.price import change_seconds, kind_of, talk_seconds
 from meshloom.graph.rates import Rates
 from meshloom.graph.repeats import Repeats, repeats_of
@@ -129,9 +129,8 @@ class Problem:
         self._weighed = set(self._names)  # what has to do with parameters: nothing else is worth dividing
         self._in_place = in_place = {program.buffers[name].value for name in program.in_place}
         fixed = {*buffers, *(each.value for each in program.inputs), *program.constants}
-        self._unknown_for: dict[
-            str, dict[Any, int]
-        ] = {}  # of variables and nodes that stand for themselves: what an option stands for -> its unknown
+        # Of variables and nodes that stand for themselves: what an option stands for -> its unknown.
+        self._unknown_for: dict[str, dict[Any, int]] = {}
         self.options: dict[str, list[tuple[Placement, int]]] = {}
         for value in dict.fromkeys([*parameters, *sorted(fixed)]):
             self.options[value] = self._variable(value, free=value in parameters or value in in_place)
@@ -173,7 +172,7 @@ class Problem:
             options = [
                 each
                 for each in options
-                if pieces_of(axes, _cut_of(each), self.numbers, self.num_ranks) == fixed[0]
+                if pieces_of(axes, cut_of(each), self.numbers, self.num_ranks) == fixed[0]
                 and (not meta.requires_grad or (each == INVARIANT) == fixed[1])
             ]
             if not options:
@@ -329,7 +328,7 @@ class Problem:
         """Who holds what of a value."""
         key = value, placement
         if key not in self._pieces_of:
-            self._pieces_of[key] = self._sections.pieces(self.layout.values[value][0], _cut_of(placement))
+            self._pieces_of[key] = self._sections.pieces(self.layout.values[value][0], cut_of(placement))
         return self._pieces_of[key]
 
     def _largest(self, value: str, placement: Placement) -> float:
@@ -359,10 +358,6 @@ class Problem:
 
 class _UnlikeError(Exception):
     """Blocks that are alike have unlike options."""
-
-
-def _cut_of(placement: Placement) -> Cut | None:
-    return placement.cut if isinstance(placement, Part) else None
 
 
 def _counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, Cut]:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from meshloom.graph.axes import Axis, Key
-from meshloom.graph.cuts import Numbers, joined, rows_expected
+from meshloom.graph.cuts import Numbers, rows_expected, runs_in, stretch_of
 from meshloom.graph.layout import Axes
-from meshloom.graph.pieces import Interval, Pieces, Runs
+from meshloom.graph.pieces import Pieces, Runs
 from meshloom.graph.placement import Cut
 
 
@@ -82,25 +82,9 @@ class Sections:
 
     def _runs(self, axis: Axis, cut: Cut, rank: int) -> Runs:
         """Of the sections that a rank holds."""
-        if axis.kind is None:
-            strip, first, size = axis.key
-            number = self._numbers.of.get(strip)
-            start, stop = cut.parts[number][rank] if number is not None and number in cut.parts else (0, strip.size)
-            start, stop = max(start - first, 0), min(stop - first, size)
-            bounds = self._bounds_of(axis)
-            return ((bisect_left(bounds, start), bisect_left(bounds, stop)),) if start < stop else ()
-        found: list[Interval] = []
-        if axis.kind == "concatenation":
-            offset = 0
-            for part in axis.parts:
-                found += [(offset + start, offset + stop) for start, stop in self._runs(part, cut, rank)]
-                offset += len(self._sizes_of(part))
-            return joined(found)
-        found = [(0, 1)]
-        for part in axis.parts:
-            inner, count = self._runs(part, cut, rank), len(self._sizes_of(part))
-            if inner == ((0, count),):
-                found = [(start * count, stop * count) for start, stop in found]
-            else:
-                found = [(index * count + a, index * count + b) for first, last in found for index in range(first, last) for a, b in inner]
-        return joined(found)
+
+        def of_leaf(leaf: Axis) -> Runs:
+            bounds = self._bounds_of(leaf)
+            return tuple((bisect_left(bounds, start), bisect_left(bounds, stop)) for start, stop in stretch_of(leaf, cut, self._numbers, rank))
+
+        return runs_in(axis, of_leaf, lambda part: len(self._sizes_of(part)))

@@ -26,7 +26,7 @@ from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Node
 from meshloom.graph.partition import Partition
 from meshloom.graph.pieces import Pieces, take
-from meshloom.graph.placement import PARTIAL, Part
+from meshloom.graph.placement import PARTIAL, Part, cut_of
 from meshloom.random import derive, preserved_draws, seed_everything
 
 TOLERANCE = 1e-9  # of float64, in which both run; rounding of the deepest families stays below 1e-12
@@ -143,7 +143,7 @@ class _Seen:
         axes, placement = self.choice.layout.values[name][number], self.choice.strategies[name].output
         if route_of(axes, placement, self.choice.numbers) is not None:
             return None
-        return pieces_of(axes, placement.cut if isinstance(placement, Part) else None, self.choice.numbers, self.choice.num_ranks)
+        return pieces_of(axes, cut_of(placement), self.choice.numbers, self.choice.num_ranks)
 
 
 def _random(name: str, number: int, shape: Sequence[int]) -> Tensor:
