@@ -41,7 +41,7 @@ from meshloom.plan import Plan, num_bytes_of
 from meshloom.planner.advise import finalists, tried
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
-from meshloom.planner.ranks import has_shares, rank_shares
+from meshloom.planner.ranks import has_shares, shares_of
 from meshloom.planner.readings import Readings
 from meshloom.planner.rehearse import check_plan
 from meshloom.planner.staged import stage_plan, staged
@@ -256,12 +256,7 @@ def _describe(arguments: argparse.Namespace, job: Job, records: Records) -> int:
         print("", *lines_of(stages), sep="\n", file=stream)
         records.write("stages", **stages_record(stages))
     if plan.mesh.size > 1 and has_shares(plan):
-        sizes = plan.largest_share(arguments.batch or job.batch_size)
-        with readings.timings.of("ranks"):
-            shares = rank_shares(
-                readings.of(sizes[0]).program, plan, len(sizes),
-                part=division.part if division else None, choice=stages.choice if stages else None, optimizer_factor=description.optimizer_factor,
-            )  # fmt: skip
+        shares = shares_of(readings, plan, division, stages, batch_size=arguments.batch, optimizer_factor=description.optimizer_factor)
         print("", *lines_of_ranks(shares), sep="\n", file=stream)
         records.write("ranks", plan=str(plan), ranks=[asdict(each) for each in shares])
     if arguments.timings:

@@ -26,6 +26,9 @@ import torch
 import torch.distributed as dist
 from systems import MODES, TIMEOUT, Operation, open_systems
 
+sys.path.append(str(Path(__file__).parents[1]))
+from records import write_records
+
 SIZES = [4 << 10, 32 << 10, 256 << 10, 1 << 20, 5 << 20, 25 << 20, 100 << 20]
 TURN_SECONDS = 0.03  # of a system in a round
 TURN_CALLS = (3, 2000)  # at least, at most
@@ -50,11 +53,7 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     for size in arguments.ranks:
         records += run_world(arguments, size)
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    if arguments.json == "-":
-        sys.stdout.write(lines)
-    elif arguments.json:
-        Path(arguments.json).write_text(lines)
+    write_records(records, arguments.json)
     if arguments.table:
         print(tables(records), file=sys.stderr if arguments.json == "-" else sys.stdout)
     return 0

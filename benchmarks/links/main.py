@@ -28,6 +28,9 @@ from speedup import time_speedup
 from tables import tables
 from traffic import count_traffic
 
+sys.path.append(str(Path(__file__).parents[1]))
+from records import write_records
+
 from meshloom.costs import ALGORITHMS
 
 PARTS = ("exchange", "overlap", "curves", "traffic", "speedup")
@@ -58,11 +61,7 @@ def main() -> int:
         records = [json.loads(line) for path in arguments.records for line in path.read_text().splitlines()]
     else:
         records = measure(arguments)
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    if arguments.json == "-":
-        sys.stdout.write(lines)
-    elif arguments.json:
-        Path(arguments.json).write_text(lines)
+    write_records(records, arguments.json)
     print("\n\n".join(tables(records)), file=sys.stderr)
     if arguments.figures:
         from figures import draw

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import TensorDataset
 
-sys.path.append(str(Path(__file__).parents[1] / "step"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]
 from gpt import loss, make_data, make_model, make_optimizer
+from records import write_records
 
 import meshloom as ml
 
@@ -54,11 +55,7 @@ def main() -> int:
             if code:
                 return code
             records += [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(size)]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    if arguments.json == "-":
-        sys.stdout.write(lines)
-    elif arguments.json:
-        Path(arguments.json).write_text(lines)
+    write_records(records, arguments.json)
     base = records[0]["steady"]
     for record in records:
         print(

@@ -26,7 +26,8 @@ from waiting import time_schedules
 
 from meshloom.pipeline.builders import KINDS
 
-sys.path.append(str(Path(__file__).parents[1] / "step"))  # the benchmark GPT
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]  # the benchmark GPT
+from records import write_records
 
 PARTS = ("overhead", "waiting", "gpt", "alive")
 
@@ -67,11 +68,7 @@ def main() -> int:
         from alive import kept_bytes
 
         records = kept_bytes(arguments.schedules, arguments.microbatches or [4, 16, 64], min(arguments.ranks))
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    if arguments.json == "-":
-        sys.stdout.write(lines)
-    elif arguments.json:
-        Path(arguments.json).write_text(lines)
+    write_records(records, arguments.json)
     for record in records:
         print(described(record, records), file=sys.stderr)
     return 0

@@ -9,7 +9,6 @@ have parameters of their own, start alike, and read the same batches.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -20,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).parents[1] / "step"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]
 from gpt import loss, make_data, make_model, make_optimizer
+from records import write_records
 
 from meshloom.graph.capture import capture_module
 
@@ -37,11 +37,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     records = [record for size in arguments.batches for record in time_both(size, arguments.rounds, arguments.steps)]
-    lines = "".join(json.dumps({key: value for key, value in record.items() if key != "rounds"}) + "\n" for record in records)
-    if arguments.json == "-":
-        sys.stdout.write(lines)
-    elif arguments.json:
-        Path(arguments.json).write_text(lines)
+    write_records(({key: value for key, value in record.items() if key != "rounds"} for record in records), arguments.json)
     for eager, program in zip(records[::2], records[1::2], strict=True):
         ratio = program["seconds"]["median"] / eager["seconds"]["median"]
         pairs = statistics.median(mine / theirs for mine, theirs in zip(program["rounds"], eager["rounds"], strict=True))

@@ -23,11 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1]))
+from records import write_records
+
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
-from meshloom.planner.ranks import rank_shares
+from meshloom.planner.ranks import shares_of
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged import staged
 
@@ -64,11 +67,7 @@ def main() -> int:
         for layers in arguments.layers:
             rounds.setdefault(layers, []).append(_in_a_process(layers))
     records = [record_of(layers, found) for layers, found in rounds.items()]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    if arguments.json == "-":
-        sys.stdout.write(lines)
-    elif arguments.json:
-        Path(arguments.json).write_text(lines)
+    write_records(records, arguments.json)
     for record in records:
         shares = ", ".join(f"{phase} {seconds:.1f} ({seconds / record['total']:.0%})" for phase, seconds in record["seconds"].items())
         print(f"{record['layers']:4} layers  {record['total']:6.1f} s  {record['mebibytes']:6} MiB   {shares}", file=sys.stderr)
@@ -95,10 +94,7 @@ def measure(layers: int, width: int, tokens: int, plan: Plan) -> dict[str, Any]:
     describe(readings, batch_size=1)
     division = divided(readings, plan) if plan.tp > 1 else None
     stages = staged(readings, plan, offers=False) if plan.pp > 1 else None
-    with readings.timings.of("ranks"):
-        rank_shares(
-            readings.of(1).program, plan, plan.microbatches, part=division.part if division else None, choice=stages.choice if stages else None
-        )  # fmt: skip
+    shares_of(readings, plan, division, stages)
     total = time.process_time() - started
     return {"seconds": readings.timings.seconds, "total": total, "mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
 

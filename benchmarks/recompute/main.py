@@ -9,7 +9,6 @@ to round. They start alike, read the same batches, and must give the same gradie
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).parents[1] / "step"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]
 from gpt import loss, make_data, make_model, make_optimizer
+from records import write_records
 
 from meshloom.graph.capture import capture_module
 from meshloom.graph.cost import costs
@@ -45,11 +45,7 @@ def main() -> int:
     torch.set_num_threads(1)
     records = [record for size in arguments.batches for record in compare(size, arguments.rounds, arguments.steps)]
     records.append(overhead(arguments.rounds))
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    if arguments.json == "-":
-        sys.stdout.write(lines)
-    elif arguments.json:
-        Path(arguments.json).write_text(lines)
+    write_records(records, arguments.json)
     for each in records[:-1]:
         print(
             f"batch {each['batch']:3}  {each['recompute']:<10} kept {each['kept_bytes']['predicted'] / 2**20:7.1f} MiB predicted"

@@ -110,10 +110,12 @@ class LossPrograms:
         tensors = shapes_of(leaves)
         if not leaves.values:
             return tensors
-        known = self._others.get((loss or self._job.loss, training, tensors), [])
-        proved = self.proved(batch, loss=loss, training=training)
-        known = [*known, *([proved.points[0].others] if proved else [])]
-        return next((tensors + tuple(others.items()) for others in known if fits(others, leaves.values)), None)
+        known = self._others.get((loss or self._job.loss, training, tensors), ())
+        found = next((others for others in known if fits(others, leaves.values)), None)
+        if found is None:
+            proved = self.proved(batch, loss=loss, training=training)  # for values like these
+            found = proved.points[0].others if proved else None
+        return tensors + tuple(found.items()) if found is not None else None
 
     def shapes_of_program(self, program: Program) -> Shapes:
         """Of the batches that it is for."""

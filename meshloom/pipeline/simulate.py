@@ -55,14 +55,10 @@ def step_seconds(schedule: Schedule, message_seconds: MessageSeconds, *, sizes: 
 
 
 def _timer(schedule: Schedule, message_seconds: MessageSeconds, sizes: Sequence[float]) -> Callable[[Sequence[StageCost]], Timed]:
-    turns = turns_of(schedule)
+    turns, seconds = turns_of(schedule), cache(message_seconds)
 
     def timed(stages: Sequence[StageCost]) -> Timed:
         there, back = [each.sent_bytes for each in stages], [each.handed_back_bytes for each in stages]
-
-        @cache
-        def seconds(num_bytes: float) -> float:
-            return message_seconds(num_bytes)
 
         def transfer(before: Action, after: Action) -> float:
             num_bytes = (there if before.kind == "F" else back)[before.stage]

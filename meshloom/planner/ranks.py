@@ -17,9 +17,12 @@ from meshloom.pipeline.cutting import schedule_of
 from meshloom.pipeline.staging import stages_of_part
 from meshloom.pipeline.traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 from meshloom.plan import Plan
+from meshloom.planner.divided import Divided
 from meshloom.planner.memory import OPTIMIZER_FACTOR
+from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal import Held
 from meshloom.planner.stage_kept import kept_bytes_of
+from meshloom.planner.staged import StagePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,24 @@ class RankShare:
 def has_shares(plan: Plan) -> bool:
     """Whether `rank_shares` knows what ranks of the plan hold and send."""
     return plan.recompute == "none" and plan.exchange == "all_reduce" and plan.compress == "none" and not plan.local
+
+
+def shares_of(
+    readings: Readings,
+    plan: Plan,
+    division: Divided | None,
+    stages: StagePlan | None,
+    *,
+    batch_size: int | None = None,
+    optimizer_factor: float = OPTIMIZER_FACTOR,
+) -> tuple[RankShare, ...]:
+    """`rank_shares` of a job, as its plan divides and cuts it. batch_size: of the global batch; default: the job's."""
+    sizes = plan.largest_share(batch_size or readings.job.batch_size)
+    with readings.timings.of("ranks"):
+        return rank_shares(
+            readings.of(sizes[0]).program, plan, len(sizes),
+            part=division.part if division else None, choice=stages.choice if stages else None, optimizer_factor=optimizer_factor,
+        )  # fmt: skip
 
 
 def rank_shares(

@@ -11,7 +11,7 @@ from meshloom.graph.chosen import Whole
 from meshloom.mesh import AXES
 from meshloom.plan import Plan
 from meshloom.planner.divided import divided
-from meshloom.planner.ranks import rank_shares
+from meshloom.planner.ranks import shares_of
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged import staged
 from tests.published.model import Published
@@ -63,10 +63,7 @@ class Rows:
         batch_size = plan.num_chunks * self._model.chunk
         division = divided(readings, plan, batch_size=batch_size) if plan.tp > 1 else None
         stages = staged(readings, plan, batch_size=batch_size, offers=False) if plan.pp > 1 else None
-        program = readings.of(self._model.chunk).program
-        shares = rank_shares(
-            program, plan, plan.microbatches, part=division.part if division else None, choice=stages.choice if stages else None
-        )  # fmt: skip
+        shares = shares_of(readings, plan, division, stages, batch_size=batch_size)
         account = division.account if division else None
         return Row(
             plan=text,
