@@ -154,8 +154,8 @@ def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
     if not moved:
         return []
     names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
-    what = f"rounding alone moves {len(names)} gradient{'s' if len(names) > 1 else ''} of one device by up to {widest:.1e}"
-    return [f"{what}, which is what the plan's may differ by: smaller mistakes in them show with --dtype float64"]
+    what = f"{len(names)} gradient{'s' if len(names) > 1 else ''} of the plan may differ by up to {widest:.1e}"
+    return [f"{what}, which is how far rounding alone moves gradients of one device: smaller mistakes in them show with --dtype float64"]
 
 
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:
