@@ -47,7 +47,7 @@ def gpt_loss(model: Any, batch: Any) -> Tensor:
 @pytest.fixture(scope="module")
 def benchmark() -> Layout:
     """The benchmark GPT, batch 4."""
-    return layout_by_shapes(gpt.GPT, gpt_loss, {"x": torch.zeros(4, gpt.LENGTH + 1, dtype=torch.int64)})
+    return layout_by_shapes(gpt.GPT, gpt_loss, {"x": torch.zeros(4, gpt.SMALL.length + 1, dtype=torch.int64)})
 
 
 @pytest.fixture(scope="module")
@@ -200,12 +200,12 @@ def test_a_transformer_is_divided_as_megatron_does(benchmark: Layout):
     for num_ranks in (2, 3):
         choice = choose(benchmark, num_ranks, priced=priced)
         found = shapes_of(choice)
-        part, wide = gpt.WIDTH // num_ranks, 4 * gpt.WIDTH // num_ranks
-        for block in range(gpt.BLOCKS):
-            assert all(found[f"blocks.{block}.{each}.weight"] == (part, gpt.WIDTH) for each in "qkv")
-            assert found[f"blocks.{block}.out.weight"] == (gpt.WIDTH, part)
-            assert found[f"blocks.{block}.up.weight"] == (wide, gpt.WIDTH) and found[f"blocks.{block}.down.weight"] == (gpt.WIDTH, wide)
-        assert found["head.weight"][0] < gpt.VOCABULARY and found["token.weight"] != (gpt.VOCABULARY, gpt.WIDTH)
+        part, wide = gpt.SMALL.width // num_ranks, 4 * gpt.SMALL.width // num_ranks
+        for block in range(gpt.SMALL.blocks):
+            assert all(found[f"blocks.{block}.{each}.weight"] == (part, gpt.SMALL.width) for each in "qkv")
+            assert found[f"blocks.{block}.out.weight"] == (gpt.SMALL.width, part)
+            assert found[f"blocks.{block}.up.weight"] == (wide, gpt.SMALL.width) and found[f"blocks.{block}.down.weight"] == (gpt.SMALL.width, wide)
+        assert found["head.weight"][0] < gpt.SMALL.vocabulary and found["token.weight"] != (gpt.SMALL.vocabulary, gpt.SMALL.width)
         assert divided_share(choice, "blocks.") > 0.99
 
 
@@ -220,10 +220,10 @@ def test_two_all_reduces_per_block_and_direction(benchmark: Layout):
     for rates in (default_rates("cpu"), default_rates("cuda")):
         part = partition(choose(benchmark, 2, rates))
         paths = {node.name: node.path for node in part.programs[0].nodes}
-        for block in range(1, gpt.BLOCKS):  # the first one's input comes from the embedding
+        for block in range(1, gpt.SMALL.blocks):  # the first one's input comes from the embedding
             sent = [each for each in sent_in_chunk(part.programs[0], 0) if paths[each.node].startswith(f"blocks.{block}")]
             assert Counter((each.collective, each.backward) for each in sent) == {("all_reduce", False): 2, ("all_reduce", True): 2}
-            assert {each.num_bytes for each in sent} == {4 * gpt.LENGTH * gpt.WIDTH * 4}
+            assert {each.num_bytes for each in sent} == {4 * gpt.SMALL.length * gpt.SMALL.width * 4}
 
 
 def test_sequences_are_divided_where_memory_is_short(benchmark: Layout):
@@ -232,7 +232,7 @@ def test_sequences_are_divided_where_memory_is_short(benchmark: Layout):
     assert part.choice.strategies["layer_norm_3"].work == 0.5
     paths = {node.name: node.path for node in part.programs[0].nodes}
     sent = [each for each in sent_in_chunk(part.programs[0], 0) if paths[each.node].startswith("blocks.2")]
-    size = 4 * gpt.LENGTH * gpt.WIDTH * 4
+    size = 4 * gpt.SMALL.length * gpt.SMALL.width * 4
     forward = Counter((each.collective, each.num_bytes) for each in sent if not each.backward)
     assert forward == {("all_gather", size // 2): 2, ("reduce_scatter", size): 2}
     back = Counter((each.collective, each.num_bytes) for each in sent if each.backward)
@@ -244,7 +244,7 @@ class DroppingBlock(gpt.Block):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
-        q, k, v = (each(normed).unflatten(-1, (gpt.HEADS, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (each(normed).unflatten(-1, (gpt.SMALL.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
         found = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         x = x + F.dropout(found, 0.1, self.training)
         return x + F.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))), 0.1, self.training)
@@ -255,17 +255,17 @@ class DroppingGPT(gpt.GPT):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(gpt.BLOCKS))
+        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(gpt.SMALL.blocks))
 
 
 def test_sequences_are_divided_where_links_start_quickly():
     """Half of norms, dropout and sums is saved; scatters and gathers instead of all-reduces start twice as many collectives of the same volume."""
     batch = 16
-    layout = layout_by_shapes(DroppingGPT, gpt_loss, {"x": torch.zeros(batch, gpt.LENGTH + 1, dtype=torch.int64)})
+    layout = layout_by_shapes(DroppingGPT, gpt_loss, {"x": torch.zeros(batch, gpt.SMALL.length + 1, dtype=torch.int64)})
     priced = costs(layout.program)
     quick = replace(default_rates("cuda"), start_seconds=1e-6, latency_seconds=1e-7)
     slow = replace(quick, start_seconds=3e-5)
-    size = batch * gpt.LENGTH * gpt.WIDTH * 4
+    size = batch * gpt.SMALL.length * gpt.SMALL.width * 4
     sent: dict[str, Counter[tuple[str, int]]] = {}
     choices = {name: choose(layout, 2, rates, priced=priced) for name, rates in (("quick", quick), ("slow", slow))}
     for name, choice in choices.items():

@@ -79,7 +79,7 @@ def test_bytes_predicted_are_bytes_counted(name: str, num_ranks: int, rates: str
 @pytest.fixture(scope="module")
 def benchmark() -> tuple[Layout, dict[str, Tensor]]:
     """The benchmark GPT on a batch of 4."""
-    batch = {"x": torch.randint(gpt.VOCABULARY, (4, gpt.LENGTH + 1), generator=torch.Generator().manual_seed(0))}
+    batch = {"x": torch.randint(gpt.SMALL.vocabulary, (4, gpt.SMALL.length + 1), generator=torch.Generator().manual_seed(0))}
     return layout_of(capture(job_of(gpt.GPT, next_token), (batch, batch)), BUILT_IN), batch
 
 
@@ -89,14 +89,14 @@ def test_sequences_are_divided_by_gathers_and_scatters_of_equal_volume(benchmark
     rates = default_rates("cuda")
     usual = partition(choose(layout, 2, rates))
     short = partition(choose(layout, 2, rates, memory_bytes=142e6))
-    assert all(short.choice.strategies[f"layer_norm_{number}"].work == 0.5 for number in range(1, 2 * gpt.BLOCKS))
-    assert all(usual.choice.strategies[f"layer_norm_{number}"].work == 1 for number in range(1, 2 * gpt.BLOCKS))
-    size = 4 * gpt.LENGTH * gpt.WIDTH * 4
+    assert all(short.choice.strategies[f"layer_norm_{number}"].work == 0.5 for number in range(1, 2 * gpt.SMALL.blocks))
+    assert all(usual.choice.strategies[f"layer_norm_{number}"].work == 1 for number in range(1, 2 * gpt.SMALL.blocks))
+    size = 4 * gpt.SMALL.length * gpt.SMALL.width * 4
     before, after = (counted(part, gpt.GPT(), batch)[0] for part in (usual, short))
-    assert before["all_reduce"][1] > 4 * gpt.BLOCKS * size > 10 * after["all_reduce"][1]
-    assert after["reduce_scatter"][0] >= 4 * gpt.BLOCKS
+    assert before["all_reduce"][1] > 4 * gpt.SMALL.blocks * size > 10 * after["all_reduce"][1]
+    assert after["reduce_scatter"][0] >= 4 * gpt.SMALL.blocks
     again = sum(isinstance(node.target, GatheredLinears) and node.target.change.source == "part" for node in short.programs[0].nodes)
-    assert again >= 2 * gpt.BLOCKS  # inputs that are not kept, and gathered once more in the backward
+    assert again >= 2 * gpt.SMALL.blocks  # inputs that are not kept, and gathered once more in the backward
     assert on_a_ring(after) - again * size // 2 == pytest.approx(on_a_ring(before), rel=0.03)  # they differ at the embedding and the loss
 
 

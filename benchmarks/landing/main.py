@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,18 @@ def peak_bytes(step: Callable[[], Any]) -> int:
     return most
 
 
-def divided(samples: int) -> tuple[Partition, nn.Module, list[Tensor]]:
+def divided(samples: int, size: gpt.Size) -> tuple[Partition, nn.Module, list[Tensor]]:
     """The benchmark GPT's loss of so many samples, over two ranks."""
-    data = gpt.make_data(2 * samples)
+    data = gpt.make_data(2 * samples, size)
     batches = [[data.tensors[0][:samples]], [data.tensors[0][samples:]]]
-    job = Job(model=gpt.make_model, loss=gpt.loss, optimizer=gpt.make_optimizer, data=lambda: data, batch_size=samples, steps=1)
+    job = Job(model=lambda: gpt.make_model(size), loss=gpt.loss, optimizer=gpt.make_optimizer, data=lambda: data, batch_size=samples, steps=1)
     layout = layout_of(capture(job, (batches[0], batches[1])), BUILT_IN)
-    return partition(choose(layout, 2, rates_for(layout, 2))), gpt.make_model(), batches[0]
+    return partition(choose(layout, 2, rates_for(layout, 2))), gpt.make_model(size), batches[0]
 
 
-def compare(width: int, batch: int, num_chunks: int, dp: int) -> str:
+def compare(size: gpt.Size, batch: int, num_chunks: int, dp: int) -> str:
     """A row of the table."""
-    part, model, data = divided(batch // num_chunks)
+    part, model, data = divided(batch // num_chunks, size)
     ways = [Way(part, model, data, dp, landing=name == "landing") for name in WAYS]
     for way in ways:
         way.step(num_chunks)
@@ -115,7 +116,7 @@ def compare(width: int, batch: int, num_chunks: int, dp: int) -> str:
         rounds.append([found[id(way)] for way in ways])
     seconds = [statistics.median(each) * 1e3 for each in zip(*rounds, strict=True)]
     ratios = [statistics.median(each[way] / each[0] for each in rounds) for way in range(len(ways))]
-    cells = [str(width), str(batch), str(dp), str(num_chunks), f"{seconds[0]:.1f}", f"{seconds[2]:.1f}", *(f"{each:.3f}" for each in ratios[1:])]
+    cells = [str(size.width), str(batch), str(dp), str(num_chunks), f"{seconds[0]:.1f}", f"{seconds[2]:.1f}", *(f"{each:.3f}" for each in ratios[1:])]
     return f"| {' | '.join([*cells, f'{peaks[0]:.1f}', f'{peaks[2]:.1f}'])} |"
 
 
@@ -126,10 +127,10 @@ def main() -> None:
     heads += ["peak of autograd, MiB", "of landing, MiB"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for batch, num_chunks, dp in ((4, 1, 2), (4, 4, 2), (4, 4, 1), (16, 1, 2), (16, 4, 2)):
-        print(compare(gpt.WIDTH, batch, num_chunks, dp), flush=True)
-    gpt.WIDTH, gpt.BLOCKS, gpt.LENGTH = 1152, 2, 32
+        print(compare(gpt.SMALL, batch, num_chunks, dp), flush=True)
+    wide = replace(gpt.SMALL, width=1152, blocks=2, length=32)
     for num_chunks, dp in ((1, 2), (4, 2), (4, 1)):
-        print(compare(gpt.WIDTH, 4, num_chunks, dp), flush=True)
+        print(compare(wide, 4, num_chunks, dp), flush=True)
 
 
 if __name__ == "__main__":

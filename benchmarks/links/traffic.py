@@ -81,12 +81,12 @@ def formula_bytes(plan: ml.Plan) -> dict[str, float]:
     one all-reduce forward and one backward each, on each rank; what the embeddings and the loss send comes to it.
     dp: every gradient once, on each rank.
     """
-    activations = BATCH * gpt.LENGTH * gpt.WIDTH * ELEMENT
+    activations = BATCH * gpt.SMALL.length * gpt.SMALL.width * ELEMENT
     found: dict[str, float] = {}
     if plan.pp > 1:
         found["pp"] = (plan.pp - 1) * 2 * activations * plan.tp
     if plan.tp > 1:
-        found["tp"] = gpt.BLOCKS * 2 * 2 * activations * plan.tp
+        found["tp"] = gpt.SMALL.blocks * 2 * 2 * activations * plan.tp
     if plan.dp > 1 and plan.tp == 1:
         found["dp"] = sum(parameter.numel() for parameter in gpt.make_model().parameters()) * ELEMENT * plan.dp
     return found

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import make_model
+from gpt import SMALL, Size, make_model
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
-# The fastest cuts at blocks: the head and the loss take about as long as half a block.
-BLOCKS = {2: (3, 3), 4: (2, 2, 1, 1)}
+# The fastest cuts at blocks, by their number and that of the stages: the head and the loss take about as long as half a block of the small
+# size, and as four and a half of GPT-2's.
+BLOCKS = {(6, 2): (3, 3), (6, 4): (2, 2, 1, 1), (12, 2): (8, 4)}
 SCHEDULES: dict[str, type[Any]] = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
@@ -42,16 +43,16 @@ class Part(nn.Module):
 
 
 def open_pipelining(
-    name: str, num_microbatches: int, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+    name: str, num_microbatches: int, make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer], size: Size = SMALL
 ) -> Callable[[Tensor], float]:
     """Steps of this rank under a schedule: of tokens [batch, length + 1]; the mean loss where the last stage is, else 0."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     kind = SCHEDULES[name]
     per_rank = 2 if name in ("interleaved", "zb-v") else 1
-    count = size * per_rank
-    mine = {"zb-v": (rank, count - 1 - rank)}.get(name, tuple(range(rank, count, size)))
-    whole, firsts = make_model(), [sum(BLOCKS[count][:stage]) for stage in range(count)]
-    parts = [Part(whole, firsts[stage], BLOCKS[count][stage], is_first=stage == 0, is_last=stage == count - 1) for stage in mine]
+    count = num_ranks * per_rank
+    mine = {"zb-v": (rank, count - 1 - rank)}.get(name, tuple(range(rank, count, num_ranks)))
+    whole, blocks = make_model(size), BLOCKS[size.blocks, count]
+    parts = [Part(whole, sum(blocks[:stage]), blocks[stage], is_first=stage == 0, is_last=stage == count - 1) for stage in mine]
     stages = [PipelineStage(part, stage, count, torch.device("cpu")) for part, stage in zip(parts, mine, strict=True)]
     single = name in ("gpipe", "1f1b")
     schedule = kind(stages[0] if single else stages, num_microbatches, loss_fn=cross_entropy)

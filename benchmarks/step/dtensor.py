@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from gpt import GPT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
-def wrap_dtensor(model: nn.Module) -> nn.Module:
+def wrap_dtensor(model: GPT) -> nn.Module:
     """As the tutorial on tensor parallelism of PyTorch has it, without sequence parallelism.
 
     Activations inside a block are plain tensors (`use_local_output`), which is what costs DTensor least.
@@ -21,4 +22,8 @@ def wrap_dtensor(model: nn.Module) -> nn.Module:
         "token": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),  # the loss works on the parts: `loss_parallel`
     }
-    return parallelize_module(model, mesh, {**columns, **rows, **vocabulary})
+    tied = model.head.weight is model.token.weight
+    parallelize_module(model, mesh, {**columns, **rows, **vocabulary})
+    if tied:  # which it leaves as two
+        model.head.weight = model.token.weight
+    return model

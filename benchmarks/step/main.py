@@ -3,6 +3,7 @@
     python benchmarks/step/main.py --mode dp --json -        # data parallel, against DDP and FSDP2, and one rank alone with half of the batch
     python benchmarks/step/main.py --mode tp --json -        # tensor parallel, against DTensor's parallelize_module
     python benchmarks/step/main.py --mode pp --json -        # pipeline, 1F1B with 4 microbatches, against torch.distributed.pipelining
+    python benchmarks/step/main.py --size gpt2 --mode tp --batches 2 --rounds 5 --steps 1 --json -     # GPT-2 (124 million), 1,024 tokens
 
 One pair of processes with one thread each hosts all systems, so that they meet the same machine. They are timed in
 turns: a round is a few steps of each, and the order of the systems is reversed from round to round.
@@ -20,23 +21,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from dtensor import wrap_dtensor
-from gpt import loss, make_data, make_fused_optimizer, make_model, make_optimizer
+from gpt import GPT, GPT2, SMALL, Size, loss, make_data, make_fused_optimizer, make_model, make_optimizer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 import meshloom as ml
 
-sys.path.append(str(Path(__file__).parents[1] / "pipeline"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "pipeline")]
 from pipelining import open_pipelining
+from records import write_records
 
 RANKS = 2
 HALF = ("half alone", "half")  # no peer, but what any data parallel step has to take at least
@@ -46,6 +51,7 @@ BASE = {
     "tp": ("torch dtensor", "dtensor"),
     "pp": ("torch pipelining", "pipelining"),
 }  # mode -> the peer that ratios are taken to
+SIZES = {"small": SMALL, "gpt2": GPT2}
 Step = Callable[[], float]  # one step; the loss of the whole batch (meshloom) or of this rank's share (the others)
 MakeOptimizer = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 Prepare = Callable[[], Step]  # read the next batch, which is not timed
@@ -55,6 +61,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write one record per line to FILE; - is standard output")
     parser.add_argument("--mode", choices=list(BASE), default="dp", help="how meshloom divides a step, and which peers it meets")
+    parser.add_argument(
+        "--size", choices=list(SIZES), default="small", help="of the model: 12 million parameters, 128 tokens; or 124 million, 1,024 tokens"
+    )
+    parser.add_argument("--base-only", action="store_true", help="meshloom and the peer that ratios are taken to, and no other")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True) in all systems, instead of its defaults")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16], help="global batch sizes")
     parser.add_argument("--rounds", type=int, default=7)
@@ -77,11 +87,7 @@ def main() -> int:
 
 def report(records: list[dict[str, Any]], target: str | None, base: str) -> None:
     """Records as JSON lines to `target`, and the ratios to standard error."""
-    lines = "".join(json.dumps({key: value for key, value in record.items() if key != "rounds"}) + "\n" for record in records)
-    if target == "-":
-        sys.stdout.write(lines)
-    elif target:
-        Path(target).write_text(lines)
+    write_records(({key: value for key, value in record.items() if key != "rounds"} for record in records), target)
     for record in records:
         peer = next(other for other in records if other["mode"] == base and other["batch"] == record["batch"])
         paired = statistics.median(own / theirs for own, theirs in zip(record["rounds"], peer["rounds"], strict=True))
@@ -94,38 +100,61 @@ def report(records: list[dict[str, Any]], target: str | None, base: str) -> None
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What all systems do: so many steps, each on the next batch."""
+
+    size: Size
+    make_optimizer: MakeOptimizer
+    batch_size: int
+    steps: int
+
+    def data(self) -> TensorDataset:
+        """All samples, in their order."""
+        return make_data(self.batch_size * self.steps, self.size)
+
+    def batches(self) -> Iterator[Tensor]:
+        """Tokens [batch, length + 1]."""
+        return iter(self.data().tensors[0].split(self.batch_size))
+
+
 def run_rank(arguments: argparse.Namespace) -> None:
     """On each of the ranks: time all systems at all batch sizes; rank 0 writes the records."""
     torch.set_num_threads(1)
+    size = SIZES[arguments.size]
+    if arguments.mode == "pp":
+        size = replace(size, tied=False)  # the peer has no parameters of two stages
     with Path(arguments.json if os.environ["RANK"] == "0" else os.devnull).open("w") as file:
         for batch_size in arguments.batches:
             optimizer = make_fused_optimizer if arguments.fused else make_optimizer
-            rounds = time_systems(arguments.mode, optimizer, batch_size, arguments.rounds, arguments.steps)
+            total = (arguments.rounds + 1) * arguments.steps  # the first round warms up
+            training = Training(size=size, make_optimizer=optimizer, batch_size=batch_size, steps=total)
+            rounds = time_systems(training, arguments.mode, arguments.rounds, base_only=arguments.base_only)
             for (system, mode), seconds in rounds.items():
                 summary = {"median": statistics.median(seconds), "minimum": min(seconds), "maximum": max(seconds)}
-                record = {"system": system, "mode": mode, "ranks": RANKS, "batch": batch_size, "seconds": summary, "rounds": seconds}
-                file.write(json.dumps(record) + "\n")
+                record = {"system": system, "mode": mode, "size": arguments.size, "ranks": RANKS, "batch": batch_size}
+                file.write(json.dumps({**record, "seconds": summary, "rounds": seconds}) + "\n")
                 file.flush()
 
 
-def time_systems(mode: str, optimizer: MakeOptimizer, batch_size: int, num_rounds: int, num_steps: int) -> dict[tuple[str, str], list[float]]:
+def time_systems(training: Training, mode: str, num_rounds: int, *, base_only: bool) -> dict[tuple[str, str], list[float]]:
     """Seconds per step of each system in each round."""
-    total_steps = (num_rounds + 1) * num_steps  # the first round warms up
+    num_steps = training.steps // (num_rounds + 1)
     with ExitStack() as stack:
         # meshloom goes first: it joins the ranks that torchrun started, and the peers use what is there.
-        prepare: dict[tuple[str, str], Prepare] = {("meshloom", mode): open_meshloom(PLANS[mode], optimizer, batch_size, total_steps, stack)}
+        prepare: dict[tuple[str, str], Prepare] = {("meshloom", mode): open_meshloom(PLANS[mode], training, stack)}
         if not dist.is_initialized():
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
         if mode == "dp":
-            prepare["torch ddp", "ddp"] = open_peer(wrap_ddp, optimizer, shares(batch_size, total_steps))
-            prepare["torch fsdp2", "fsdp2"] = open_peer(wrap_fsdp2, optimizer, shares(batch_size, total_steps))
-            prepare[HALF] = open_peer(lambda model: model, optimizer, shares(batch_size, total_steps)) if dist.get_rank() == 0 else lambda: float
+            prepare["torch ddp", "ddp"] = open_peer(wrap_ddp, training, shares(training))
+            if not base_only:
+                prepare["torch fsdp2", "fsdp2"] = open_peer(wrap_fsdp2, training, shares(training))
+                prepare[HALF] = open_peer(lambda model: model, training, shares(training)) if dist.get_rank() == 0 else lambda: float
         elif mode == "pp":
-            prepare["torch pipelining", "pipelining"] = open_pipeline(optimizer, batch_size, total_steps)
+            prepare["torch pipelining", "pipelining"] = open_pipeline(training)
         else:
-            batches = make_data(batch_size * total_steps).tensors[0].split(batch_size)
-            prepare["torch dtensor", "dtensor"] = open_peer(wrap_dtensor, optimizer, ([each] for each in batches), around=loss_parallel)
+            prepare["torch dtensor", "dtensor"] = open_peer(wrap_dtensor, training, ([each] for each in training.batches()), around=loss_parallel)
         seconds: dict[tuple[str, str], list[float]] = {system: [] for system in prepare}
         for number in range(num_rounds + 1):
             losses = {}
@@ -162,15 +191,15 @@ def check_equal(losses: dict[tuple[str, str], float], base: tuple[str, str]) -> 
         torch.testing.assert_close(value, losses[base], rtol=1e-5, atol=0.0, msg=lambda text, system=system: f"{system}: {text}")
 
 
-def open_meshloom(plan: str, optimizer: MakeOptimizer, batch_size: int, num_steps: int, stack: ExitStack) -> Prepare:
+def open_meshloom(plan: str, training: Training, stack: ExitStack) -> Prepare:
     """The job as its documentation says, stepped by hand."""
     job = ml.Job(
-        model=make_model,
+        model=partial(make_model, training.size),
         loss=loss,
-        optimizer=optimizer,
-        data=lambda: make_data(batch_size * num_steps),
-        batch_size=batch_size,
-        steps=num_steps,
+        optimizer=training.make_optimizer,
+        data=training.data,
+        batch_size=training.batch_size,
+        steps=training.steps,
         shuffle=False,
     )
     trainer = stack.enter_context(ml.Trainer(job, plan, devices="cpu", share=True))  # as `meshloom train` does
@@ -185,15 +214,15 @@ def open_meshloom(plan: str, optimizer: MakeOptimizer, batch_size: int, num_step
 
 
 def open_peer(
-    wrap: Callable[[torch.nn.Module], torch.nn.Module],
-    make_optimizer: MakeOptimizer,
+    wrap: Callable[[GPT], torch.nn.Module],
+    training: Training,
     batches: Iterator[list[Tensor]],
     *,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Prepare:
     """The usual loop around a wrapped model; around: what forward and backward run in."""
-    model = wrap(make_model())
-    optimizer = make_optimizer(list(model.named_parameters()))
+    model = wrap(make_model(training.size))
+    optimizer = training.make_optimizer(list(model.named_parameters()))
 
     def step(batch: list[Tensor]) -> float:
         optimizer.zero_grad()
@@ -210,10 +239,10 @@ def open_peer(
     return prepare
 
 
-def open_pipeline(optimizer: MakeOptimizer, batch_size: int, num_steps: int) -> Prepare:
+def open_pipeline(training: Training) -> Prepare:
     """The peer's 1F1B. One rank knows the loss, so that it counts for all."""
-    step = open_pipelining("1f1b", 4, optimizer)
-    batches = iter(make_data(batch_size * num_steps).tensors[0].split(batch_size))
+    step = open_pipelining("1f1b", 4, training.make_optimizer, training.size)
+    batches = training.batches()
 
     def prepare() -> Step:
         tokens = next(batches)
@@ -222,12 +251,12 @@ def open_pipeline(optimizer: MakeOptimizer, batch_size: int, num_steps: int) -> 
     return prepare
 
 
-def wrap_ddp(model: torch.nn.Module) -> torch.nn.Module:
+def wrap_ddp(model: GPT) -> torch.nn.Module:
     """DDP, with the option that its documentation names for saving a copy of the gradients."""
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def wrap_fsdp2(model: torch.nn.Module) -> torch.nn.Module:
+def wrap_fsdp2(model: GPT) -> torch.nn.Module:
     """FSDP2: every block, then the rest."""
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in model.blocks:
@@ -235,10 +264,9 @@ def wrap_fsdp2(model: torch.nn.Module) -> torch.nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def shares(batch_size: int, num_steps: int) -> Iterator[list[Tensor]]:
+def shares(training: Training) -> Iterator[list[Tensor]]:
     """This rank's contiguous share of every batch."""
-    data = make_data(batch_size * num_steps).tensors[0]
-    for whole in data.split(batch_size):
+    for whole in training.batches():
         yield [whole.chunk(RANKS)[dist.get_rank()]]
 
 
