@@ -79,6 +79,7 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         "--overwrite", action="store_true", default=None,
         help="begin anew although DIR holds an earlier run's checkpoints; they go once this run has saved its first",
     )  # fmt: skip
+    train.add_argument("--timings", action="store_true", help="say at the end what each phase of the start and of the run took, in seconds")
     add_asynchronous(train)
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
     verify.add_argument("--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)")

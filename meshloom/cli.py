@@ -33,6 +33,7 @@ from meshloom.launch import (
     default_ranks,
     is_first_rank,
     is_rank,
+    launching_seconds,
     leave,
     report_failure,
     run_ranks,
@@ -53,6 +54,7 @@ from meshloom.report.progress import Listener
 from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary
 from meshloom.report.stages import lines_of, lines_of_ranks, stages_record
 from meshloom.report.terminal import Terminal
+from meshloom.timings import Timings
 from meshloom.trainer import Trainer
 from meshloom.trials import try_here, try_plans
 from meshloom.verify.report import print_report
@@ -116,7 +118,9 @@ def _run_here(arguments: argparse.Namespace) -> int:
             raise PlanError(f"--{flag} {number} must be 1 or more.")
     with ExitStack() as stack:
         stack.enter_context(as_program(arguments.target, arguments.words))
-        job = load_job(arguments.target)
+        timings = _timings()
+        with timings.of("job file"):
+            job = load_job(arguments.target)
         if job is None:
             text = f"meshloom: {arguments.target} returned nothing, so it ran a loop of its own. A function that names a job returns it."
             print(text, file=sys.stderr)
@@ -133,10 +137,20 @@ def _run_here(arguments: argparse.Namespace) -> int:
                 return 0
             return _advise(arguments, job, records)
         terminal = Terminal(Console(stderr=arguments.json == "-"))
-        return (_train if arguments.verb == "train" else _verify)(arguments, job, terminal, records)
+        if arguments.verb == "verify":
+            return _verify(arguments, job, terminal, records)
+        return _train(arguments, job, terminal, records, timings)
 
 
-def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: Records) -> int:
+def _timings() -> Timings:
+    """Of a run, from the command on, by the clock on the wall."""
+    timings = Timings(time.monotonic)
+    timings.add("launcher", launching_seconds())
+    timings.add("Python and imports", time.process_time())
+    return timings
+
+
+def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records: Records, timings: Timings) -> int:
     plan = _plan(arguments)
     if arguments.join is not None:
         join(job, arguments.target, arguments.words, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
@@ -165,6 +179,7 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
         listener=listener,
         circumstances=circumstances_of(arguments),
         snapshot_every=arguments.snapshot_every,
+        timings=timings,
     ) as trainer:
         if trainer.world.main:
             _announce(trainer, terminal, records)
@@ -175,6 +190,13 @@ def _train(arguments: argparse.Namespace, job: Job, terminal: Terminal, records:
                 records.write("shares", record=trainer.shares.record)
             if trainer.asynchronous:
                 records.write("asynchronous", **trainer.asynchronous.record())
+        ended = time.monotonic()
+    if arguments.timings and trainer.world.main:
+        timings.add("parting", time.monotonic() - ended)
+        stepping = sum(timings.seconds.get(phase, 0.0) for phase in ("first step", "steps"))
+        outside = sum(timings.seconds.values()) - stepping
+        terminal.event(f"seconds: {timings.told()} Outside of steps: {outside:.1f}.")
+        records.write("timings", plan=str(plan), seconds=timings.seconds, notes=timings.notes)
     return 0
 
 

@@ -68,6 +68,7 @@ from meshloom.state.sparse import make_dense, refuse_sparse_adam, sparse_paramet
 from meshloom.state.tally import Tally
 from meshloom.state.tensor_file import Stream
 from meshloom.state.trying import naming
+from meshloom.timings import Timings
 
 
 class Observer(Protocol):
@@ -118,7 +119,11 @@ class Replica:
     updates: whether it updates its parameters; a worker of an asynchronous run only computes `gradients`.
     """
 
-    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
+        timings: Timings | None = None,
+    ) -> None:  # fmt: skip
+        self.timings = timings or Timings()
         self.job = job
         self.plan = plan
         self.seat = seat
@@ -132,7 +137,8 @@ class Replica:
         self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
         self.pace = Pace([self.replicas, seat.statistics], seat.device) if plan.shares == "measured" else None
-        self.model = build_model(job, seat.device, dtype)
+        with self.timings.of("building the model"):
+            self.model = build_model(job, seat.device, dtype)
         self._modes = Modes(self.model)
         if plan.reads:
             make_dense(self.model)  # programs' gradients are
@@ -144,7 +150,7 @@ class Replica:
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
         self._tally = Tally(seat.device)
-        self.staged = Staged(job, plan, seat, dtype=dtype) if plan.reads else None
+        self.staged = Staged(job, plan, seat, dtype=dtype, timings=self.timings) if plan.reads else None
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}  # what else is expected to have been handed over along them
@@ -157,27 +163,30 @@ class Replica:
 
     def prepare(self) -> Steps[None]:
         """Make sure all ranks hold the same job, start from rank 0's values, and build what the step needs."""
-        yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
-        self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
-        for axis in ("tp", "dp", "pp"):
-            if axis in self.seat.groups:
-                yield from copy_from_first(self.model, self.seat.groups[axis])
-                if axis != "dp":
-                    self._sent[axis]["broadcast"] += self._copied_bytes
+        with self.timings.of("copying values"):  # after who has built it sooner has waited
+            yield from agree(self.seat.world, facts(self.job, self.plan, self.model))
+            self._copied_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state_of(self.model).values())
+            for axis in ("tp", "dp", "pp"):
+                if axis in self.seat.groups:
+                    yield from copy_from_first(self.model, self.seat.groups[axis])
+                    if axis != "dp":
+                        self._sent[axis]["broadcast"] += self._copied_bytes
         whole = self.named
         if self.staged:
-            yield from self.staged.open(self.model)
+            with self.timings.of("parts and waiting"):
+                yield from self.staged.open(self.model)
             self.named = self.staged.owned()
             self._frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad and not each.is_meta]
-        made = make_optimizers(self.job, whole) if self._updates else None
-        self.exchange = self._open_exchange(made)
-        self.rounds = self._open_rounds()
-        if made:
-            self.updater = Updater(
-                self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group,
-                self.plan.servers if self.plan.exchange == "server" else None, made,
-            )  # fmt: skip
-        yield from self.exchange.open()
+        with self.timings.of("optimizer and buffers"):
+            made = make_optimizers(self.job, whole) if self._updates else None
+            self.exchange = self._open_exchange(made)
+            self.rounds = self._open_rounds()
+            if made:
+                self.updater = Updater(
+                    self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group,
+                    self.plan.servers if self.plan.exchange == "server" else None, made,
+                )  # fmt: skip
+            yield from self.exchange.open()
         if self.staged:
             self.statistics = list(self.staged.statistics.values())
             self._undo.enter_context(self.staged.connect(self.exchange))

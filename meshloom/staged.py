@@ -48,6 +48,7 @@ from meshloom.state.model import state_of
 from meshloom.state.samples import first_batches
 from meshloom.state.shards import Shards
 from meshloom.state.tensor_file import Entry, Stream, widest_first
+from meshloom.timings import Timings
 
 
 class Staged:
@@ -56,8 +57,9 @@ class Staged:
     sent: axis -> what the steps so far are expected to have handed to each kind of operation along it, in bytes.
     """
 
-    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, timings: Timings | None = None) -> None:
         self.plan = plan
+        self._timings = timings = timings or Timings()
         self.seat = seat
         self.job = job
         self.dtype = dtype
@@ -67,8 +69,9 @@ class Staged:
         self.division: Division | None = None
         if self.tp is not None:
             limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
-            self.division = Division(self.tp, rules=job.rules, placements=plan.tp_placements, **limits)
-        self.staging = Staging(job, plan, LossPrograms(job, team, self.division, dtype=dtype), team)
+            self.division = Division(self.tp, rules=job.rules, placements=plan.tp_placements, timings=timings, **limits)
+        programs = LossPrograms(job, team, self.division, dtype=dtype, timings=timings)
+        self.staging = Staging(job, plan, programs, team, timings=timings)
         self.sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
         self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
         self.homes: Homes
@@ -86,7 +89,8 @@ class Staged:
         """Read the loss, decide who holds what, and let go of the rest. All ranks call it; model: whole, and on rank 0 as it was built."""
         self.compiled = without_compilation(model)
         size = self.plan.largest_share(self.job.batch_size)[0]
-        batches = (yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)) or []
+        with self._timings.of("first batches"):
+            batches = (yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)) or []
         there = [to_device(each, self.seat.device, self.dtype) for each in batches]
         stages = yield from self.staging.open(there, self.seat.world, model, own=batches[0] if batches else None)
         yield from on_first(self.seat.world, lambda: check_following(self.staging.others, leaves_of(batches[-1]).values), CaptureError)

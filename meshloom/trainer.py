@@ -47,6 +47,7 @@ from meshloom.state.saving import save
 from meshloom.state.shares import Record, Shares
 from meshloom.state.team_data import open_team_reader
 from meshloom.state.trying import untouched
+from meshloom.timings import Timings
 from meshloom.trainer_arguments import check_arguments
 from meshloom.working import working_alone
 
@@ -101,6 +102,7 @@ class Trainer:
         has no loop of one's own: `fit()` goes through it, and `asynchronous` has its model and its ages.
     recorded_shares: with shares=measured, the shares of an earlier run (its `shares.record`) instead of measurements: the same chunks once more.
     oversubscribe: whether simulated ranks may be more than make sense.
+    timings: what the start takes, as this process's first rank sees it, is added to them.
 
     Trainers of several threads take turns, from step to step, because all threads of a process draw from the same generators.
     """
@@ -124,7 +126,9 @@ class Trainer:
         snapshot_every: int | None = None,
         recorded_shares: Record = (),
         oversubscribe: bool = False,
+        timings: Timings | None = None,
     ) -> None:
+        self.timings = timings or Timings()
         check_arguments(
             job, listener, circumstances, {"steps": steps, "snapshot_every": snapshot_every}, {"out": out, "resume": resume},
             {"overwrite": overwrite, "share": share, "oversubscribe": oversubscribe}, {"devices": devices, "transport": transport}, dtype,
@@ -157,9 +161,10 @@ class Trainer:
         self._stopping = False  # whether all ranks know that some of them was asked to stop
         self._closed = False
         with working_alone(), self._stack as building:
-            self.world: World = building.enter_context(
-                open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm, oversubscribe=oversubscribe)
-            )
+            with self.timings.of("joining"):
+                self.world: World = building.enter_context(
+                    open_world(self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm, oversubscribe=oversubscribe)
+                )
             self._enter("setting up")
             if self.plan.exchange == "async":
                 settings = Settings(
@@ -173,7 +178,9 @@ class Trainer:
                 self._stack = building.pop_all()
                 return
             building.callback(self._stop_requests.close)
-            self.replicas = [Replica(job, self.plan, seat, dtype=dtype, share=share) for seat in self.world.local]
+            for seat in self.world.local:
+                of_first = self.timings if seat is self.world.local[0] else None
+                self.replicas.append(Replica(job, self.plan, seat, dtype=dtype, share=share, timings=of_first))
             for replica in self.replicas:
                 building.callback(replica.close)
                 replica.stop_requests = self._stop_requests.received if self.out else None
@@ -209,7 +216,8 @@ class Trainer:
             if self.out:
                 self._stop_requests.open()
             self._enter("reading")
-            self._readers = self.together(self._open_reader)
+            with self.timings.of("data"):
+                self._readers = self.together(self._open_reader)
             while self.next_step < self.steps:
                 if self._stopping or (self._stop_requests.received and len(self.replicas) == self.plan.mesh.size):
                     self._stop(self.out)
@@ -234,18 +242,19 @@ class Trainer:
         recorded = self.plan.pp > 1 and self.out is not None and is_kept(batch.step + 1, self._start_step, self.steps)
         for replica in self.replicas:
             replica.recorder = Recorder(replica.seat.device) if recorded else None
-        with self._computing():
+        with self.timings.of("steps" if self._clock.num_steps else "first step"), self._computing():
             self._results = self.together(lambda replica: replica.step(batch.step, batch.shares[self.replicas.index(replica)]))
         self.next_step = batch.step + 1
         self._stopping = self._results[0].stopping
         self._enter("comparing")
-        if self.next_step == self.steps:
-            self.together(lambda replica: replica.settle())
-        self._compare(batch.step)
-        if self._measures and self.next_step % EVERY_STEPS == 0:
-            self._remeasure()
-        if self.plan.mesh.size > self.plan.dp and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
-            self.together(lambda replica: replica.check_team(batch.step))
+        with self.timings.of("comparing ranks"):
+            if self.next_step == self.steps:
+                self.together(lambda replica: replica.settle())
+            self._compare(batch.step)
+            if self._measures and self.next_step % EVERY_STEPS == 0:
+                self._remeasure()
+            if self.plan.mesh.size > self.plan.dp and (self.next_step % CHECK_EVERY == 0 or self.next_step == self.steps):
+                self.together(lambda replica: replica.check_team(batch.step))
         self._enter("between steps")
         self._clock.steps += time.monotonic() - started
         self._clock.held_up += self._held_up() - held_up
@@ -353,7 +362,8 @@ class Trainer:
             )
             return path
 
-        path = self.together(write)[0]
+        with self.timings.of("saving"):
+            path = self.together(write)[0]
         self._replaced = []
         self._saved = self.next_step, path
         self._enter("between steps")
@@ -483,7 +493,8 @@ class Trainer:
     def _read(self) -> Batch:
         started = time.monotonic()
         self._enter("reading")
-        shares = self.together(lambda replica: self._readers[self.replicas.index(replica)].read(self.next_step))
+        with self.timings.of("data"):
+            shares = self.together(lambda replica: self._readers[self.replicas.index(replica)].read(self.next_step))
         self._enter("between steps")
         self._clock.data += time.monotonic() - started
         return Batch(self.next_step, shares)

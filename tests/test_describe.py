@@ -23,8 +23,8 @@ from meshloom.cluster import example_machine, save
 from meshloom.planner import describe as planner
 from meshloom.planner.blocks import Block, rows_of
 from meshloom.planner.readings import Readings
-from meshloom.planner.timings import Timings
 from meshloom.report.description import description_records, print_description
+from meshloom.timings import Timings
 
 FILE = str(Path(__file__).with_name("describe_jobs.py"))
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "_alone")]

@@ -85,13 +85,13 @@ def job_of(kind: str) -> Job:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One for every time that a model of the job is built to compare a program with it."""
     found: list[None] = []
-    check = module.check_against_eager
+    check = module.build_model
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         found.append(None)
         return check(*args, **kwargs)
 
-    monkeypatch.setattr(module, "check_against_eager", noted)
+    monkeypatch.setattr(module, "build_model", noted)
     return found
 
 

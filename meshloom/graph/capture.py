@@ -18,7 +18,7 @@ from meshloom.graph.frozen import check_equal, equal_bits
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.precision import build_model, in_precision
 from meshloom.graph.program import Program
-from meshloom.graph.reading import check_tensors, device_of, folded, one_thread, read_twice, reading
+from meshloom.graph.reading import check_tensors, device_of, folded, one_thread, read_once, read_twice, reading
 from meshloom.graph.sparse_constants import strides_of
 from meshloom.job import Job, LossFunction
 
@@ -39,14 +39,26 @@ def capture(
 
 
 def capture_module(
-    model: nn.Module, loss: LossFunction, batches: tuple[Any, Any], *, dtype: torch.dtype | None = None, numbers: bool = True, fold: bool = True
+    model: nn.Module,
+    loss: LossFunction,
+    batches: tuple[Any, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    numbers: bool = True,
+    fold: bool = True,
+    once: bool = False,
 ) -> Program:
-    """The same for a module that is there already. Its tensors stay as they are; plain attributes that its forward changes do not."""
+    """The same for a module that is there already. Its tensors stay as they are; plain attributes that its forward changes do not.
+
+    once: read it from the first batch alone, where it is known to be steady.
+    """
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     given = leaves_of(batches[0]), leaves_of(batches[1])
     _check_shapes(*given)
 
     def read(leaves: Sequence[Leaves], fold: bool) -> Program:
+        if once:
+            return build(read_once(model, loss, leaves[0], fold=fold), model, leaves[0].tensors, device_of(model, leaves[0]), dtype)
         exported = read_twice(model, loss, (leaves[0], leaves[1]), fold=fold)
         device = device_of(model, leaves[0])
         same = _same(*exported) and all(one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,14 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, to
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a program was from eager: the largest error of the loss, a gradient or a buffer, and which it was."""
+    """How far a program was from eager: the largest error of the loss, a gradient or a buffer, and which it was.
+
+    telling: whether there was something to compare in each: finite losses, and gradients none of which was nothing in all batches.
+    """
 
     error: float
     what: str
+    telling: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,18 +73,22 @@ def check_against_module(
         mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         parameters = {name: parameter.detach().requires_grad_(parameter.requires_grad) for name, parameter in model.named_parameters()}
         draws = any(node.num_draws for node in program.nodes)
+        moved: dict[str, bool] = {}
+        finite = True
         for number, batch in enumerate(batches):
             batch = in_precision(batch, program.precision)
             seed = derive("check", number)
             expected = _eager(model, loss, batch, seed, keyed=draws)
             difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
             worst = max(worst, difference, key=lambda each: each.error)
+            finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
+            moved |= {name: moved.get(name, False) or each.norm() > 0 for name, each in expected.gradients.items()}
             if not difference.error <= limit:
                 where = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
                 raise CaptureError(
                     f"The program read from the model is not the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAY_OUT}"
                 )
-    return worst
+    return replace(worst, telling=finite and all(moved.values()))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from meshloom.graph.partition import Partition, Routed, partition
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import rules_with
+from meshloom.timings import Timings
 
 
 class Division:
@@ -48,8 +49,10 @@ class Division:
         placements: Mapping[str, str] | None = None,
         memory_bytes: float | None = None,
         num_stages: int = 1,
+        timings: Timings | None = None,
     ) -> None:
         self._num_stages = num_stages
+        self._timings = timings or Timings()
         self._group = group
         self._given = rates
         self.rates: Rates | None = None  # that were used, on the rank that chose
@@ -77,7 +80,8 @@ class Division:
 
         priced: for which it chooses, with the same nodes; default: `program`.
         """
-        layout = layout_of(program, self._rules)
+        with self._timings.of("axes"):
+            layout = layout_of(program, self._rules)
         held = self._first.held if self._first else None
 
         def cheapest() -> Choice:
@@ -103,14 +107,17 @@ class Division:
 
         mine = self._as_before(layout, held)
         if mine is None:
-            choice = yield from on_first(group, chosen, CaptureError)
+            with self._timings.of("choosing a division"):
+                choice = yield from on_first(group, chosen, CaptureError)
             numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
             mine = choice or choice_of_numbers(layout, self._group.size, numbers, held=held, placements=self._placements)
             self._choices.append(mine)
-        divided = partition(mine)
-        own = divided.of(self._group.rank)
-        names = hashlib.sha256(" ".join(node.name for node in own.program.nodes).encode()).hexdigest()
-        hashes = yield from collect(group, (digest_of_choice(mine), names))
+        with self._timings.of("dividing"):
+            divided = partition(mine)
+            own = divided.of(self._group.rank)
+            names = hashlib.sha256(" ".join(node.name for node in own.program.nodes).encode()).hexdigest()
+            digest = digest_of_choice(mine)
+        hashes = yield from collect(group, (digest, names))
         if any(each != hashes[0] for each in hashes):
             raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
         self._first = self._first or divided

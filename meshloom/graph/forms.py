@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement
@@ -97,6 +97,21 @@ def equal(one: Any, other: Any) -> bool:
 
     def check(numbers: Sequence[int]) -> int:
         if len(set(numbers)) > 1:
+            raise UnlikeError
+        return numbers[0]
+
+    return _compared(one, other, check)
+
+
+def same_but_for(one: Any, other: Any, pairs: Collection[tuple[Any, ...]]) -> bool:
+    """Whether two values are the same but for integers that are one of these pairs.
+
+    >>> same_but_for((4, 32), (4, 48), {(32, 48)}), same_but_for((4, 32), (4, 40), {(32, 48)})
+    (True, False)
+    """
+
+    def check(numbers: Sequence[int]) -> int:
+        if numbers[0] != numbers[1] and tuple(numbers) not in pairs:
             raise UnlikeError
         return numbers[0]
 

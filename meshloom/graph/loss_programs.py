@@ -26,6 +26,7 @@ from meshloom.graph.program import Program
 from meshloom.graph.programs import Programs
 from meshloom.graph.unlifted import unlifted
 from meshloom.job import Job, LossFunction
+from meshloom.timings import Timings
 
 # Of a batch's tensors, by name; and what else it holds that programs are for, by name.
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype] | tuple[str, str | None], ...]
@@ -50,8 +51,11 @@ class LossPrograms:
     dtype: precision that model and batches are lifted to, for verification; what is chosen is chosen as in the job's own.
     """
 
-    def __init__(self, job: Job, team: Group, division: Division | None = None, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, job: Job, team: Group, division: Division | None = None, *, dtype: torch.dtype | None = None, timings: Timings | None = None
+    ) -> None:
         self.division = division
+        self._timings = timings or Timings()
         self._job = job
         self._team = team
         self._dtype = dtype
@@ -162,7 +166,7 @@ class LossPrograms:
 
     def _reader(self, loss: LossFunction) -> Programs:
         if loss not in self._readers:
-            self._readers[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype)
+            self._readers[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype, timings=self._timings)
         return self._readers[loss]
 
     def _take(self, program: Program, loss: LossFunction, training: bool, group: Group, own: Program | None = None) -> Steps[Shapes]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from meshloom.comm.cores import cores
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, share, share_bytes
@@ -17,15 +19,18 @@ from meshloom.errors import CaptureError, MeshloomError
 from meshloom.graph.any_size import AnySize, Proofs
 from meshloom.graph.batch_values import fits, refused_value, takes_numbers, with_other_numbers
 from meshloom.graph.capture import capture, capture_module
-from meshloom.graph.check import check_against_eager, check_against_module
+from meshloom.graph.check import check_against_module
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.lines import WAY_OUT, describe_line, line_of_error
 from meshloom.graph.outside import Outside
-from meshloom.graph.precision import default_precision
+from meshloom.graph.precision import build_model, default_precision
 from meshloom.graph.program import Program
+from meshloom.graph.reading import one_thread
 from meshloom.graph.resized import resized
+from meshloom.graph.smaller import is_large, smaller
 from meshloom.graph.transfer import pack, unpack
 from meshloom.job import Job
+from meshloom.timings import Timings
 
 T = TypeVar("T")
 Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]  # training, and each tensor's name, shape and dtype
@@ -36,8 +41,9 @@ MOST_SHAPES = 64  # of batches, in one mode, for each of which the loss is read
 class Programs:
     """Programs by (training or evaluation, shapes of the batch), and by what else the batch holds where a loss looks at it."""
 
-    def __init__(self, job: Job, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, job: Job, *, dtype: torch.dtype | None = None, timings: Timings | None = None) -> None:
         self._job = job
+        self._timings = timings or Timings()
         self._dtype = dtype
         self._known: dict[Key, list[Program]] = {}
         self._proofs = {training: Proofs(job) for training in (True, False)}
@@ -101,22 +107,39 @@ class Programs:
         return program
 
     def _capture(self, batches: tuple[Any, Any], training: bool, model: nn.Module | None, *, numbers: bool, fold: bool = True) -> Program:
-        if model is None:
-            program = capture(self._job, batches, training=training, dtype=self._dtype, numbers=numbers, fold=fold)
-        else:
-            program = capture_module(model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, fold=fold)
-        gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
-        return program
+        with self._timings.of("reading"):
+            if model is None:
+                program = capture(self._job, batches, training=training, dtype=self._dtype, numbers=numbers, fold=fold)
+            else:
+                program = capture_module(model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, fold=fold)
+            gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
+            return program
 
     def _compare(self, program: Program, batches: Sequence[Any], first: Any, model: nn.Module | None, *, moved: bool) -> None:
         """With eager, on batches with what the program is for; one of them with other numbers where it takes any."""
         values = leaves_of(first).values
         if values:
             batches = [with_other_numbers(leaves_of(each), program.others, values, moved=moved and number > 0) for number, each in enumerate(batches)]
-        if model is None:
-            check_against_eager(program, self._job, batches)
-        else:
-            check_against_module(program, model, self._job.loss, batches)
+        with self._timings.of("comparing with eager"), one_thread():
+            there = model or build_model(self._job, program.precision, training=program.training, beside=batches[0])
+            if not self._compare_smaller(program, batches, there):
+                with _all_cores() if is_large(program) else nullcontext():
+                    check_against_module(program, there, self._job.loss, batches)
+
+    def _compare_smaller(self, program: Program, batches: Sequence[Any], model: nn.Module) -> bool:
+        """Whether the program is eager, as comparing it at smaller sizes shows. What is against it may be the sizes' fault."""
+
+        def read(batch: Any) -> Program:
+            numbers = takes_numbers(program.others)
+            return capture_module(model, self._job.loss, (batch, batch), dtype=self._dtype, numbers=numbers, once=True)
+
+        found = smaller(program, self._job, batches[0], read)
+        if found is None:
+            return False
+        try:
+            return check_against_module(found.program, model, self._job.loss, [found.batch(each) for each in batches]).telling
+        except Exception:
+            return False
 
     def read_any(self, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None) -> Program:
         """As `read`, with the first of these batches that the loss can compute: what made-up ones do to its own code is no fault of the job's."""
@@ -147,11 +170,13 @@ class Programs:
 
         def make() -> bytes:
             made.append(self.read_any(choices, training=training, model=model))
-            return pack(made[0])
+            with self._timings.of("handing on"):
+                return pack(made[0])
 
         packed = yield from _from_rank_0(group, make)
-        program, refused = _attempt(lambda: unpack(packed) if group.rank else made[0])
-        outcomes = yield from collect(group, {"hash": program.digest() if program else "", "refused": str(refused or "")})
+        with self._timings.of("handing on"):
+            program, refused = _attempt(lambda: unpack(packed) if group.rank else made[0])
+            outcomes = yield from collect(group, {"hash": program.digest() if program else "", "refused": str(refused or "")})
         for rank, outcome in enumerate(outcomes):
             if outcome["refused"]:
                 raise CaptureError(f"Rank {rank} cannot take the program that rank 0 read: {outcome['refused']}")
@@ -225,6 +250,17 @@ class Programs:
         _check_two(batches)
         program = self.get(batches[0], training=training)
         return json.dumps([_key(batches[0], training), program.digest() if program else ""])
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """With as many threads as there are cores: the other ranks of this host wait meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:

@@ -59,17 +59,19 @@ def sketch(tensor: Tensor) -> Sketch:
     folded = torch.zeros(width, dtype=torch.float64, device=flat.device)
     odd: Tensor | None = None
     signs, shifts = _signs(rows, min(width, _CHUNK), tensor.device)
+    twice = torch.cat([signs, signs]).to(flat.dtype if flat.is_floating_point() else torch.float64)  # rolled by taking a part of it
     for row in range(rows):
         part = flat[row * width : (row + 1) * width]
         for start in range(0, part.numel(), _CHUNK):
-            values = part[start : start + _CHUNK].double()
+            values = part[start : start + _CHUNK]
             here = slice(start, start + values.numel())
-            sign = signs.roll(shifts[row] + 7919 * (start // _CHUNK))[: values.numel()]
-            if not bool(torch.isfinite(values).all()):
+            begin = -(shifts[row] + 7919 * (start // _CHUNK)) % len(signs)
+            sign = twice[begin : begin + values.numel()]
+            if not bool(torch.isfinite(values.sum(dtype=torch.float64))):
                 odd = torch.zeros_like(folded) if odd is None else odd
-                odd[here] += sign * _codes(values)
+                odd[here] += sign * _codes(values.double())
                 values = values.nan_to_num(0.0, 0.0, 0.0)
-            folded[here] += sign * values
+            folded[here] += sign * values  # which is exact: signs change no digits
     return Sketch(tuple(tensor.shape), folded, odd)
 
 

@@ -6,6 +6,7 @@ import hmac
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,6 +87,16 @@ def activity_descriptor() -> int | None:
     """The file of one page in which our launcher reads what this rank is doing; None if there is none."""
     descriptor = os.environ.get("MESHLOOM_ACTIVITY_FD")
     return None if descriptor is None else int(descriptor)
+
+
+def launching_seconds() -> float:
+    """From when our launcher began until this process did; 0 if it has none. What either did until now it computed, without waiting."""
+    began = os.environ.get("MESHLOOM_BEGAN")
+    return max(0.0, _began() - float(began)) if began else 0.0
+
+
+def _began() -> float:
+    return time.time() - time.process_time()
 
 
 def wants_full_traceback() -> bool:
@@ -208,6 +219,7 @@ def rank_environment(rank: int, size: int, port: int, secret: str, devices: str,
         "MESHLOOM_SECRET": secret,
         "MESHLOOM_DEVICES": devices,
         "MESHLOOM_TRANSPORT": launched_transport(transport),
+        "MESHLOOM_BEGAN": str(_began()),
     }
     return {**replaceable, **os.environ, **told}
 

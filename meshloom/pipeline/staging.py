@@ -39,6 +39,7 @@ from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.stage_forms import StageForms
 from meshloom.plan import Plan
+from meshloom.timings import Timings
 
 Key = tuple[LossFunction, bool, Shapes]
 MOST_KEPT = 32  # shapes of batches whose stages are kept after they were made; those of others are made again
@@ -56,8 +57,11 @@ class _Decided:
 class Staging:
     """The stages of `job`'s loss under `plan`, as a rank with `programs` runs them. rates: default: of the machine of the rank that chooses."""
 
-    def __init__(self, job: Job, plan: Plan, programs: LossPrograms, team: Group, *, rates: Rates | None = None) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, programs: LossPrograms, team: Group, *, rates: Rates | None = None, timings: Timings | None = None
+    ) -> None:
         self.programs = programs
+        self._timings = timings or Timings()
         self.others: Mapping[str, str | None] = {}  # of the first program: what besides tensors it is for
         self.choice: CutChoice | None = None  # of the first program, on the rank that chose
         self.first: tuple[Stage, ...] = ()  # of the program that decided who holds what
@@ -163,7 +167,8 @@ class Staging:
             self._decided.append(before)
         if before.kept is not None:
             part = replace(part, kept=before.kept, _runners={})
-        stages = stages_of_part(part, before.stage_of, self.programs.routed(shapes, loss=loss, training=training), self._plan.num_stages)
+        with self._timings.of("cutting"):
+            stages = stages_of_part(part, before.stage_of, self.programs.routed(shapes, loss=loss, training=training), self._plan.num_stages)
         if self._homes is None:
             self._homes = users_of(stages)
         self.first = self.first or stages
@@ -176,15 +181,17 @@ class Staging:
         if self._plan.num_stages == 1:
             numbers = [0] * len(whole.nodes)
         else:
-            choice, priced = (yield from on_first(group, lambda: self._choose(weighed), PlanError)) or (None, None)
+            with self._timings.of("choosing cuts"):
+                choice, priced = (yield from on_first(group, lambda: self._choose(weighed), PlanError)) or (None, None)
             numbers: list[int] = yield from share(group, [choice.stage_of[node.name] for node in whole.nodes] if choice else None)
             self.choice = self.choice or choice
         kept: frozenset[str] | None = None
         if self._plan.recompute != "none" and whole.training:
             # One rank decides, by its rates; ranks of a team have to run the same again.
-            decided = yield from on_first(
-                group, lambda: sorted(kept_values(weighed, priced, self._plan.recompute, self._rates_here(weighed))), PlanError
-            )
+            with self._timings.of("choosing what to keep"):
+                decided = yield from on_first(
+                    group, lambda: sorted(kept_values(weighed, priced, self._plan.recompute, self._rates_here(weighed))), PlanError
+                )
             kept = frozenset((yield from share(group, decided)))
         return _Decided(program=whole, stage_of={node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}, kept=kept)
 
@@ -193,7 +200,8 @@ class Staging:
         return self.rates
 
     def _choose(self, whole: Program) -> tuple[CutChoice, Mapping[str, Cost]]:
-        priced = costs(whole)
+        with self._timings.of("prices"):
+            priced = costs(whole)
         return choose_stages(whole, priced, self._plan, self._rates_here(whole), self.sizes, self._homes), priced
 
 

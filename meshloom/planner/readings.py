@@ -12,8 +12,8 @@ from meshloom.graph.cost import Cost, costs
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
-from meshloom.planner.timings import Timings
 from meshloom.state.samples import first_batches
+from meshloom.timings import Timings
 
 
 @dataclass(frozen=True, kw_only=True)
