@@ -13,6 +13,7 @@ import torch
 from choice_jobs import GPT, ConvNet, job_of, layout_by_shapes, next_token, normal, square, tokens
 from torch import Tensor, nn
 
+import meshloom.graph.least
 from benchmarks.step import gpt
 from meshloom.cli import main
 from meshloom.comm.record import RecordedGroup
@@ -146,6 +147,19 @@ def test_what_is_whole_is_said_with_the_reason_and_the_line():
     assert why["scale"] == "no dimension has 2 indices to divide"
     assert why["norm.weight"].startswith("layer_norm needs all of it (at ") and "test_chosen.py" in why["norm.weight"]
     assert why["first.weight"] == "the plan wants it so (tp_placements=first:replicated)"
+
+
+def test_what_was_not_compared_is_not_said_to_cost_more(monkeypatch: pytest.MonkeyPatch):
+    """Where a search was given up, what it left whole was said to cost more than it saves."""
+    layout = layout_by_shapes(ConvNet, square, normal(4, 3, 8, 8))
+    priced = costs(layout.program)
+    slow = Rates(start_seconds=10.0)
+    reasons: list[set[str]] = []
+    for largest in (2**24, 2**2):
+        monkeypatch.setattr(meshloom.graph.least, "LARGEST", largest)
+        reasons.append({each.why.partition(" (at ")[0] for each in account_of(partition(choose(layout, 2, slow, priced=priced)), priced).whole})
+    assert "dividing it would cost more than it saves" in reasons[0] - reasons[1]
+    assert any("too many to compare" in why for why in reasons[1] - reasons[0])
 
 
 def test_a_plan_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,3 +26,20 @@ class Change:
     costs: Floats
     wants: Mapping[int, Wants]
     always: Wants
+
+
+def cost_of(values: Sequence[int], own: Sequence[Floats], changes: Sequence[Change]) -> float:
+    """What a combination costs."""
+    total = math.fsum(float(each[value]) for each, value in zip(own, values, strict=True))
+    for change in changes:
+        wanted = change.always.copy()
+        for user, wants in change.wants.items():
+            wanted |= wants[values[user]]
+        total += float(change.costs[values[change.source]][wanted].sum())
+    return total
+
+
+def kept_of(change: Change, kept: Sequence[npt.NDArray[np.intp]]) -> Change:
+    """The change with the values of each unknown that are left."""
+    wants = {user: wants[kept[user]] for user, wants in change.wants.items()}
+    return replace(change, costs=change.costs[kept[change.source]], wants=wants)

@@ -43,6 +43,7 @@ class Choice:
     """How a program is divided. strategies: node -> its own. variables: value of a parameter, buffer, input or constant -> placement.
 
     seconds: what was minimised. chosen: 1 if blocks that are alike were divided alike, else 0; then which of its options each variable and node has, in order.
+    is_proved: whether it is known that nothing takes less; if not, there was too much to compare.
     """
 
     num_ranks: int
@@ -52,6 +53,7 @@ class Choice:
     variables: Mapping[str, Placement]
     seconds: float
     chosen: tuple[int, ...]
+    is_proved: bool = True
 
     def placement(self, value: str) -> Placement:
         """Of a value where it is made."""
@@ -128,7 +130,7 @@ def choice_in(layout: Layout, choice: Choice, *, held: Held | None = None, place
     wanted: list[tuple[Any, list[tuple[Any, int]]]] = [(choice.variables[value], list(row)) for value, row in problem.options.items()]
     wanted += [(choice.strategies[name], list(row)) for name, row in problem.strategies.items()]
     numbers = [next((place for place, (each, _) in enumerate(row) if each == own), -1) for own, row in wanted]
-    return _choice(problem, numbers, choice.seconds) if -1 not in numbers else None
+    return _choice(problem, numbers, choice.seconds, choice.is_proved) if -1 not in numbers else None
 
 
 def choice_resized(layout: Layout, choice: Choice, *, held: Held) -> Choice | None:
@@ -155,7 +157,7 @@ def changes_of(choice: Choice) -> Iterable[tuple[str, Placement, Placement]]:
     return [(value, choice.placement(value), wanted) for value, wanted in seen]
 
 
-def _choice(problem: Problem, numbers: Sequence[int], seconds: float) -> Choice:
+def _choice(problem: Problem, numbers: Sequence[int], seconds: float, is_proved: bool = True) -> Choice:
     split = len(problem.options)
     return Choice(
         num_ranks=problem.num_ranks,
@@ -165,4 +167,5 @@ def _choice(problem: Problem, numbers: Sequence[int], seconds: float) -> Choice:
         variables={value: row[at][0] for (value, row), at in zip(problem.options.items(), numbers[:split], strict=True)},
         seconds=seconds,
         chosen=(int(problem.alike), *numbers),
+        is_proved=is_proved,
     )

@@ -170,7 +170,7 @@ class _Teller:
             return f"{stuck.operator} needs all of it ({_line(stuck)})"
         if not variable.meta.requires_grad:
             return "it is not trained, so that dividing it saves no update"
-        return "dividing it would cost more than it saves"
+        return self._why_not_taken()
 
     def _why_computed(self, node: Node) -> str:
         if node.name not in self._choice.layout.mapped:
@@ -178,7 +178,12 @@ class _Teller:
         ways = strategies_of(node, self._choice.layout, self._choice.numbers, self._cuts)
         if not any(each.work < 1 for each in ways):
             return "it needs all of its operands"
-        return "dividing it would cost more than it saves"
+        return self._why_not_taken()
+
+    def _why_not_taken(self) -> str:
+        if self._choice.is_proved:
+            return "dividing it would cost more than it saves"
+        return "no division was found in which dividing it saves more than it costs, and there are too many to compare all"
 
 
 def _rows(part: Partition, teller: _Teller) -> Iterator[ModuleRow]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,15 +18,28 @@ from meshloom.graph.least import Floats
 SECONDS = 10.0  # for the solver; then the best found so far is taken
 GAP = 1e-3  # how far that may be from the best, of what it costs more than the least of every option alone
 
+
+class Integers(NamedTuple):
+    """values: of every unknown. total: what they cost. stopped: for want of time, so that they may be further from the best than `GAP`."""
+
+    values: list[int]
+    total: float
+    stopped: bool
+
+
+class OutOfTimeError(Exception):
+    """There was not one combination in time."""
+
+
 Row = tuple[list[int], list[float], float, float]  # unknowns, their factors, and what the sum lies between
 
 
 def cheapest_integers(
     own: Sequence[Floats], changes: Sequence[Change], *, own_bytes: Sequence[Floats] = (), change_bytes: Sequence[Floats] = (), limit: float = np.inf
-) -> tuple[list[int], float] | None:
-    """The cheapest value for every unknown, and what that costs; None: none was found. own, changes: as for `cheapest`.
+) -> Integers | None:
+    """The cheapest value for every unknown; None: there is no combination. own, changes: as for `cheapest`.
 
-    own_bytes, change_bytes: what each takes of the limit, in the same shapes.
+    own_bytes, change_bytes: what each takes of the limit, in the same shapes. Raises `OutOfTimeError`.
     """
     first = np.cumsum([0, *map(len, own)])
     costs: list[float] = [float(each) for row in own for each in row]
@@ -47,11 +60,14 @@ def cheapest_integers(
     if np.isfinite(limit):
         scale = max(sizes) or 1.0  # numbers near 1 are what the solver is made for
         rows.append((list(range(len(sizes))), [size / scale for size in sizes], -np.inf, limit / scale))
-    found = _solved([0.0 if place in set(barred) else cost for place, cost in enumerate(costs)], rows, count, barred, first)
+    result = _solved([cost if np.isfinite(cost) else 0.0 for cost in costs], rows, count, barred, first)
+    stopped, found = result.status == 1, result.x
+    if found is None and stopped:
+        raise OutOfTimeError
     if found is None:
         return None
     values = [int(np.argmax(found[start:stop])) for start, stop in itertools.pairwise(first)]
-    return values, float(np.dot(np.where(np.isfinite(costs), costs, 0.0), found))
+    return Integers(values, float(np.dot(np.where(np.isfinite(costs), costs, 0.0), found)), stopped)
 
 
 def _rows_of(change: Change, first: Any, made: Sequence[list[int]], z: Any) -> list[Row]:
@@ -87,11 +103,10 @@ def _solved(costs: Sequence[float], rows: Sequence[Row], count: int, barred: Seq
         excess[start:stop] -= excess[start:stop].min()
     most = np.ones(len(costs))
     most[list(barred)] = 0.0
-    result: Any = milp(
+    return milp(
         excess / max(excess.max(), 1e-30),
         constraints=limits,
         integrality=(np.arange(len(costs)) < count).astype(int),
         bounds=Bounds(np.zeros(len(costs)), most),  # type: ignore[arg-type]
         options={"mip_rel_gap": GAP, "time_limit": SECONDS},
     )
-    return result.x

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshloom.graph.change import Change
-from meshloom.graph.cheapest import SAME, Found, cheapest, cost_of, kept_of
-from meshloom.graph.integers import GAP, cheapest_integers
+from meshloom.graph.change import Change, cost_of, kept_of
+from meshloom.graph.cheapest import SAME, Found, cheapest
+from meshloom.graph.integers import GAP, OutOfTimeError, cheapest_integers
 from meshloom.graph.least import Floats
 
 PRICES = 40  # that are tried at most
@@ -80,17 +80,22 @@ def _between(
     kept = [np.flatnonzero(each - price * limit <= total - SAME * abs(total)) for each in priced.with_each]
     kept = [keep if len(keep) else np.array([value]) for keep, value in zip(kept, under, strict=True)]
     rest = [kept_of(change, kept) for change in changes]
-    better = cheapest_integers(
-        [each[keep] for each, keep in zip(own, kept, strict=True)],
-        rest,
-        own_bytes=[each[keep] for each, keep in zip(own_bytes, kept, strict=True)],
-        change_bytes=[each[kept[change.source]] for each, change in zip(change_bytes, changes, strict=True)],
-        limit=limit,
-    )
-    if better is None or better[1] >= total:
+    try:
+        better = cheapest_integers(
+            [each[keep] for each, keep in zip(own, kept, strict=True)],
+            rest,
+            own_bytes=[each[keep] for each, keep in zip(own_bytes, kept, strict=True)],
+            change_bytes=[each[kept[change.source]] for each, change in zip(change_bytes, changes, strict=True)],
+            limit=limit,
+        )
+    except OutOfTimeError:
         return best
-    values = tuple(int(keep[value]) for keep, value in zip(kept, better[0], strict=True))
-    return replace(best, values=values, total=cost_of(values, own, changes))
+    if better is None:
+        return best
+    values = tuple(int(keep[value]) for keep, value in zip(kept, better.values, strict=True))
+    found = min(total, cost_of(values, own, changes))
+    bound = bound if better.stopped else max(bound, found - least_gain)
+    return replace(best, values=values if found < total else best.values, total=found, bound=bound)
 
 
 def _priced(

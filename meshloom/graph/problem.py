@@ -18,6 +18,7 @@ from meshloom.graph.change import Change
 from meshloom.graph.cheapest import cheapest
 from meshloom.graph.cost import Cost
 from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of, route_of
+from meshloom.graph.integers import SECONDS, OutOfTimeError
 from meshloom.graph.keeping import HELD_COPIES, kept_operands, kept_within
 from meshloom.graph.layout import Layout
 from meshloom.graph.least import Floats
@@ -78,14 +79,21 @@ class Problem:
         except _UnlikeError:  # alike, but what is decided of them is not
             self._state(Repeats())
 
-    def solve(self, memory_bytes: float | None = None) -> tuple[list[int], float]:
-        """Which of its options each variable and node takes, in order, and what that costs. memory_bytes: what a rank may hold.
+    def solve(self, memory_bytes: float | None = None) -> tuple[list[int], float, bool]:
+        """Which of its options each variable and node takes, in order, what that costs, and whether it is known that nothing costs less.
+
+        memory_bytes: what a rank may hold.
 
         Raises `NoWayError` if there is no way, `PlanError` if none fits.
         """
         own = [np.array([self.cost[unknown] for unknown in row]) for row in self.choices]
         if memory_bytes is None:
-            found = cheapest(own, self.changes)
+            try:
+                found = cheapest(own, self.changes)
+            except OutOfTimeError:
+                raise PlanError(
+                    f"No way to divide this program over tp={self.num_ranks} as asked for was found in {SECONDS:.0f} s. {self.pins.way_out()}"
+                ) from None
         else:
             own_bytes = [np.array([self._memory.get(unknown, 0.0) for unknown in row]) for row in self.choices]
             try:
@@ -99,7 +107,7 @@ class Problem:
             raise NoWayError(f"There is no way to divide this program over tp={self.num_ranks} as asked for. {self.pins.way_out()}")
         taken = {row[value] for row, value in zip(self.choices, found.values, strict=True)}
         options = (*self.options.values(), *self.strategies.values())
-        return [next(place for place, (_, unknown) in enumerate(row) if unknown in taken) for row in options], found.total
+        return [next(place for place, (_, unknown) in enumerate(row) if unknown in taken) for row in options], found.total, found.is_proved
 
     def _state(self, repeats: Repeats) -> None:
         """Unknowns, and what holds between them."""
@@ -131,11 +139,15 @@ class Problem:
         fixed = {*buffers, *(each.value for each in program.inputs), *program.constants}
         # Of variables and nodes that stand for themselves: what an option stands for -> its unknown.
         self._unknown_for: dict[str, dict[Any, int]] = {}
-        self.options: dict[str, list[tuple[Placement, int]]] = {}
-        for value in dict.fromkeys([*parameters, *sorted(fixed)]):
+        # What others stand for comes before these, whatever blocks are called and in whichever order they are used.
+        variables = dict.fromkeys([*parameters, *sorted(fixed)])
+        self.options: dict[str, list[tuple[Placement, int]]] = {value: [] for value in variables}
+        for value in sorted(variables, key=self._stands_for_another):
             self.options[value] = self._variable(value, free=value in parameters or value in in_place)
-        self.strategies: dict[str, list[tuple[Strategy, int]]] = {}
         for node in program.nodes:
+            self._weigh(node)
+        self.strategies: dict[str, list[tuple[Strategy, int]]] = {node.name: [] for node in program.nodes}
+        for node in sorted(program.nodes, key=lambda node: self._stands_for_another(node.name)):
             self.strategies[node.name] = self._node(node)
         outputs = [out.name for out in program.outputs if hasattr(out, "name")] + [ref.name for ref in program.updates.values()]
         for name in outputs:
@@ -149,6 +161,13 @@ class Problem:
         kept = self._kept()
         for value, placements in targets.items():
             self._change(value, placements, kept.get(value, {}), stays=value in in_place or value in parameters)
+
+    def _stands_for_another(self, value: str) -> bool:
+        return self.repeats.value(value) != value
+
+    def _weigh(self, node: Node) -> None:
+        if any(output.requires_grad for output in node.outputs) or any(ref.name in self._weighed for ref in node.operands()):
+            self._weighed.add(node.name)
 
     def _one_of(self, costs: Sequence[float]) -> list[int]:
         """New unknowns of which one is taken."""
@@ -197,9 +216,6 @@ class Problem:
 
     def _node(self, node: Node) -> list[tuple[Strategy, int]]:
         seconds = self.rates.node_seconds(self.costs[node.name]) if self.costs else 0.0
-        operands = [ref.name for ref in node.operands()]
-        if any(output.requires_grad for output in node.outputs) or any(name in self._weighed for name in operands):
-            self._weighed.add(node.name)
         ways = [each for each in strategies_of(node, self.layout, self.numbers, self.cuts) if node.name in self._weighed or each.output is INVARIANT]
         owner = self.repeats.value(node.name)
         costs = [seconds * each.work + self._talking(node, each) for each in ways]
