@@ -25,6 +25,8 @@ PRELOADED = [
     "pytest",
     "hypothesis",
     "meshloom.cli",
+    "meshloom.commands.train",
+    "meshloom.commands.verify",
     "torch._dynamo",
     "scipy.optimize",
     "scipy.sparse.csgraph",

@@ -1,0 +1,54 @@
+"""`meshloom plan`: price the plans that the devices allow."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from meshloom.at_hand import Wish, devices_for
+from meshloom.commands.plans import LOG_WIDTH
+from meshloom.companions import advise_beside
+from meshloom.errors import PlanError
+from meshloom.job import Job
+from meshloom.launch import check_ranks
+from meshloom.plan import Plan, num_bytes_of
+from meshloom.planner.advise import finalists, tried
+from meshloom.planner.rehearse import check_plan
+from meshloom.report.advice import advice_records, print_advice
+from meshloom.report.records import Records
+from meshloom.trials import try_plans
+
+
+def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
+    """Exit code: 0 if there is a plan to recommend."""
+    stream = sys.stderr if arguments.json == "-" else sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
+    wish = Wish(
+        devices=arguments.devices, ranks=arguments.ranks, memory_bytes=num_bytes_of(arguments.memory) if arguments.memory else 0,
+        transport=arguments.transport, machine=Path(arguments.machine) if arguments.machine else None,
+    )  # fmt: skip
+    tries: int | None = vars(arguments)["try"]  # a word that is no attribute's
+    if tries and wish.machine:
+        raise PlanError(f"--try trains on this machine, and --machine {wish.machine} prices plans for another. Leave one of them out.")
+    plans = [Plan.parse(arguments.plan)] if arguments.plan else None
+    for plan in plans or ():
+        check_plan(job, plan)
+        check_ranks(plan.mesh.size, "simulated" if wish.machine else "cpu", arguments.oversubscribe)
+    check_ranks(wish.num_ranks or 1, "simulated" if wish.machine else "cpu", arguments.oversubscribe)
+    devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
+    if isinstance(devices, int):
+        return devices
+    with console.status("") as status:
+        found = advise_beside(job, arguments.target, devices, words=arguments.words, plans=plans, tell=status.update)
+        if tries:
+            measured = try_plans(finalists(found, tries), arguments.target, arguments.transport, status.update, arguments.words)
+            if isinstance(measured, int):
+                return measured
+            found = tried(found, measured)
+    print_advice(found, console)
+    for record in advice_records(found):
+        records.write(**record)
+    return 0 if found.recommended else 1

@@ -1,0 +1,45 @@
+"""`meshloom calibrate`: measure this machine."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from meshloom.calibration import Request, measure_company, measure_here, measure_machine
+from meshloom.cluster import machine_file, save
+from meshloom.launch import is_first_rank, is_rank
+from meshloom.report.machine import machine_records, print_machine
+from meshloom.report.records import Records
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    """Measure with ranks of our own, or as one of those that were started; the first of them writes and prints."""
+    started = time.perf_counter()
+    request = Request(devices=arguments.devices, ranks=arguments.ranks, transport=arguments.transport, timeout_seconds=arguments.timeout)
+    if arguments.company:
+        company = measure_company(request)
+        if is_first_rank():
+            Path(arguments.company).write_text(company.to_json(), encoding="utf-8")
+        return 0
+    machine = measure_here(request) if is_rank() else measure_machine(request)
+    if isinstance(machine, int):
+        return machine
+    if not is_first_rank():
+        return 0
+    if arguments.part:
+        save(machine, Path(arguments.part))
+        return 0
+    path = Path(arguments.out) if arguments.out else machine_file(machine.device)
+    save(machine, path)
+    console = Console(stderr=arguments.json == "-")
+    print_machine(machine, console)
+    console.print(f"written to {path} ({time.perf_counter() - started:.1f} s of measuring)", markup=False, highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        records = Records(arguments.json, stack)
+        for record in machine_records(machine):
+            records.write(**record)
+    return 0

@@ -1,0 +1,61 @@
+"""`meshloom describe`: what a job's model is made of and what a step of it costs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from meshloom.cluster import load, machine_file
+from meshloom.commands.plans import LOG_WIDTH, plan_of
+from meshloom.graph.chosen import text_of
+from meshloom.job import Job
+from meshloom.launch import check_ranks
+from meshloom.planner.describe import describe
+from meshloom.planner.divided import divided
+from meshloom.planner.ranks import has_shares, shares_of
+from meshloom.planner.readings import Readings
+from meshloom.planner.staged import staged
+from meshloom.report.description import description_records, print_description
+from meshloom.report.records import Records
+from meshloom.report.stages import lines_of, lines_of_ranks, stages_record
+
+
+def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> int:
+    """Exit code 0."""
+    started = time.process_time()  # Python, PyTorch, and the job's file
+    plan = plan_of(arguments)
+    plan.check_batch(arguments.batch or job.batch_size)
+    check_ranks(plan.tp * plan.pp, "simulated", arguments.oversubscribe)
+    given = load(Path(arguments.machine)) if arguments.machine else None
+    known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
+    here = next((each for each in known if each.is_file()), None)
+    readings = Readings(job)
+    description = describe(readings, batch_size=arguments.batch, machine=given or (load(here) if here else None))
+    stream = sys.stderr if arguments.json == "-" else sys.stdout
+    print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
+    for record in description_records(description, arguments.depth):
+        records.write(**record)
+    division = divided(readings, plan, batch_size=arguments.batch, machine=given) if plan.tp > 1 else None
+    stages = staged(readings, plan, batch_size=arguments.batch, machine=given) if plan.pp > 1 else None
+    if division:
+        print(f"\n{text_of(division.account)}", file=stream)
+        records.write("division", plan=str(plan), **asdict(division.account))
+    if stages:
+        print("", *lines_of(stages), sep="\n", file=stream)
+        records.write("stages", **stages_record(stages))
+    if plan.mesh.size > 1 and has_shares(plan):
+        shares = shares_of(readings, plan, division, stages, batch_size=arguments.batch, optimizer_factor=description.optimizer_factor)
+        print("", *lines_of_ranks(shares), sep="\n", file=stream)
+        records.write("ranks", plan=str(plan), ranks=[asdict(each) for each in shares])
+    if arguments.timings:
+        seconds = {"start": started, **readings.timings.seconds}
+        told = ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items())
+        print(f"\nCPU seconds: {told}; {sum(seconds.values()):.1f} in all", file=stream)
+        records.write("timings", plan=str(plan), seconds=seconds)
+    return 0

@@ -1,0 +1,17 @@
+"""What the command line says of a plan."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from meshloom.launch import default_ranks
+from meshloom.plan import Plan, num_bytes_of
+
+LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """The plan that was asked for, or that the devices suggest."""
+    plan = Plan.parse(arguments.plan) if arguments.plan else Plan() if arguments.verb == "describe" else Plan(dp=default_ranks(arguments.devices))
+    return replace(plan, memory_bytes=num_bytes_of(arguments.memory)) if arguments.memory else plan

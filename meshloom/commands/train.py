@@ -1,0 +1,113 @@
+"""`meshloom train`: train a job under a plan."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from meshloom.asynchronous.options import circumstances_of, settings_of
+from meshloom.commands.plans import plan_of
+from meshloom.job import Job
+from meshloom.launch import choose_for_workers, is_rank
+from meshloom.plan import Plan
+from meshloom.planner.staged import stage_plan
+from meshloom.report.progress import Listener
+from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary
+from meshloom.report.stages import lines_of, stages_record
+from meshloom.report.terminal import Terminal
+from meshloom.timings import Timings
+from meshloom.trainer import Trainer
+
+
+def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Timings) -> int:
+    """Exit code 0. timings: what the start took until now."""
+    plan = plan_of(arguments)
+    if arguments.join is not None:
+        from meshloom.asynchronous.playing import join
+
+        join(job, arguments.target, arguments.words, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
+        return 0
+    terminal = Terminal(Console(stderr=arguments.json == "-"))
+    listener = listener_for(terminal, records)
+    if plan.exchange == "async" and not is_rank():
+        kind, why = choose_for_workers(
+            plan.servers, plan.dp, arguments.devices, virtual=circumstances_of(arguments) is not None,
+            ranks_per_worker=plan.pp * plan.tp, oversubscribe=arguments.oversubscribe,
+        )  # fmt: skip
+        if kind == "cpu":
+            return _train_on_processes(arguments, job, plan, why, listener, terminal, records)
+        arguments.devices = arguments.devices if arguments.devices != "auto" else kind
+    with Trainer(
+        job,
+        plan,
+        devices=arguments.devices,
+        steps=arguments.steps,
+        out=arguments.out,
+        resume=arguments.resume,
+        overwrite=bool(arguments.overwrite),
+        timeout_seconds=arguments.timeout,
+        transport=arguments.transport,
+        oversubscribe=arguments.oversubscribe,
+        share=True,
+        listener=listener,
+        circumstances=circumstances_of(arguments),
+        snapshot_every=arguments.snapshot_every,
+        timings=timings,
+    ) as trainer:
+        if trainer.world.main:
+            _announce(trainer, terminal, records)
+        summary = trainer.fit()
+        if trainer.world.main:
+            tell_summary(summary, terminal, records)
+            if trainer.shares.record:
+                records.write("shares", record=trainer.shares.record)
+            if trainer.asynchronous:
+                records.write("asynchronous", **trainer.asynchronous.record())
+        ended = time.monotonic()
+    if arguments.timings and trainer.world.main:
+        timings.add("parting", time.monotonic() - ended)
+        stepping = sum(timings.seconds.get(phase, 0.0) for phase in ("first step", "steps"))
+        outside = sum(timings.seconds.values()) - stepping
+        terminal.event(f"seconds: {timings.told()} Outside of steps: {outside:.1f}.")
+        records.write("timings", plan=str(plan), seconds=timings.seconds, notes=timings.notes)
+    return 0
+
+
+def _train_on_processes(
+    arguments: argparse.Namespace, job: Job, plan: Plan, why: str, listener: Listener, terminal: Terminal, records: Records
+) -> int:
+    """The launcher's part: servers and workers are processes that it starts."""
+    from meshloom.asynchronous.processes import ProcessRun
+
+    settings = settings_of(arguments, job)
+    run = ProcessRun(job, plan, settings, listener, arguments.target, arguments.words)
+    listener.started(f"plan {plan} on {why}")
+    parameters = sum(each.numel() for each in run.model.parameters())
+    announce_start(job, plan, run.model, parameters, settings.steps, run.next_step, terminal)
+    record_start(job, plan, "cpu", why, run.model, parameters, settings.steps, run.next_step, records)
+    summary = run.fit()
+    tell_summary(summary, terminal, records)
+    records.write("asynchronous", **run.record())
+    return 0
+
+
+def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
+    job, plan = trainer.job, trainer.plan
+    model = trainer.asynchronous.model if trainer.asynchronous else trainer.replicas[0].model
+    parameters = sum(each.numel() for each in model.parameters()) if trainer.asynchronous else trainer.replicas[0].num_parameters()
+    announce_start(job, plan, model, parameters, trainer.steps, trainer.next_step, terminal)
+    staged = trainer.replicas[0].staged if trainer.replicas else None
+    division = staged.division if staged else None
+    if division is not None and division.rates is not None:
+        terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
+    staging = staged.staging if staged else None
+    if staging is not None and staging.choice is not None and staging.rates is not None:
+        crossings = [[each for stage in staging.first for each in stage.incoming]] * len(staging.sizes)
+        found = stage_plan(plan, staging.schedule(len(staging.sizes)), staging.choice, crossings, staging.sizes, staging.rates)
+        for line in lines_of(found):
+            terminal.event(line)
+        records.write("stages", **stages_record(found))
+    record_start(job, plan, trainer.world.kind, trainer.world.why, model, parameters, trainer.steps, trainer.next_step, records)

@@ -1,0 +1,35 @@
+"""`meshloom verify`: run a job under a plan and on one device, and compare."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from rich.console import Console
+
+from meshloom.commands.plans import plan_of
+from meshloom.job import Job
+from meshloom.report.records import Records
+from meshloom.verify.report import print_report
+from meshloom.verify.run import verify
+
+
+def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> int:
+    """Exit code: 0 if the plan equals one device."""
+    dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
+    report = verify(
+        job,
+        plan_of(arguments),
+        devices=arguments.devices,
+        steps=arguments.steps,
+        dtype=dtype,
+        timeout_seconds=arguments.timeout,
+        transport=arguments.transport,
+        oversubscribe=arguments.oversubscribe,
+    )
+    if report is None:  # the process of another rank: rank 0 reports
+        return 0
+    print_report(report, Console(stderr=arguments.json == "-"))
+    for record in report.records():
+        records.write(**record)
+    return 0 if report.passed else 1
