@@ -80,6 +80,13 @@ class Written:
         elif kind == "add":
             self.call("add", aten.add.Tensor, (Ref(value), Ref(draw.choice([each for each, other in self.shapes.items() if other == shape]))))
 
+    def offset(self, kind: str, refs: Sequence[str], told: tuple[Any, ...], number: int, dim: int) -> int:
+        """Index of the result less that of the operand of this number, along dim."""
+        if not told or dim != told[0]:
+            return 0
+        before = sum(self.shapes[each][dim] for each in refs[:number])
+        return {"slice": -told[-1], "pad": told[-1], "cat": before}[kind]
+
     def program(self, inputs: Sequence[str]) -> Program:
         return Program(
             parameters={}, buffers={}, constants={}, inputs=tuple(Input(value=each, name=each, meta=_meta(self.shapes[each])) for each in inputs),
@@ -112,8 +119,16 @@ def written(seed: int, num_nodes: int, size: int, *, without: str = "") -> tuple
     return made, inputs
 
 
+def some_of(indices: range, draw: random.Random) -> Sequence[int]:
+    """All of them, or the first, the last and a few between."""
+    return indices if len(indices) <= 64 else [*indices[:2], *draw.sample(indices, 12), *indices[-2:]]
+
+
 def pairs_of(made: Written) -> list[tuple[Node, list[Element], list[Element], int]]:
-    """(node, elements of an operand that together are those of the result, the other way round where dims become one; number of the operand)."""
+    """(node, elements of an operand that together are those of the result, the other way round where dims become one; number of the operand).
+
+    Of long dims: some.
+    """
     found: list[tuple[Node, list[Element], list[Element], int]] = []
     for kind, node, told in made.steps:
         refs = [ref.name for ref in node.operands()]
@@ -125,33 +140,29 @@ def pairs_of(made: Written) -> list[tuple[Node, list[Element], list[Element], in
                 rows, columns = made.shapes[matrix]
                 found += [
                     (node, [(vector, 0, row * columns + column)], [(matrix, 0, row), (matrix, 1, column)], number)
-                    for row in range(rows) for column in range(columns)
+                    for row in some_of(range(rows), made.draw) for column in some_of(range(columns), made.draw)
                 ]  # fmt: skip
                 continue
             for dim, size in enumerate(shape):
-                offset = 0
-                if kind == "slice" and dim == told[0]:
-                    offset = -told[1]
-                elif kind == "pad" and dim == told[0]:
-                    offset = told[1]
-                elif kind == "cat" and dim == told[0]:
-                    offset = sum(made.shapes[each][dim] for each in refs[:number])
+                offset = made.offset(kind, refs, told, number, dim)
                 kept = range(max(0, -offset), min(size, out[dim] - offset))
-                found += [(node, [(ref, dim, index)], [(node.name, dim, index + offset)], number) for index in kept]
+                found += [(node, [(ref, dim, index)], [(node.name, dim, index + offset)], number) for index in some_of(kept, made.draw)]
     return found
 
 
-def addresses(axis: Axis, strips: dict[int, int]) -> list[Address]:
-    """For every index: where it is in the strips that the axis is made of."""
+def address(axis: Axis, index: int, strips: dict[int, int]) -> Address:
+    """Where an index of an axis is in the strips that the axis is made of."""
     if axis.kind is None:
-        number = strips.setdefault(id(axis.strip), len(strips))
-        return [((number, axis.start + each),) if axis.strip.size > 1 else () for each in range(axis.size)]
-    parts = [addresses(part, strips) for part in axis.parts]
+        return ((strips.setdefault(id(axis.strip), len(strips)), axis.start + index),) if axis.strip.size > 1 else ()
     if axis.kind == "concatenation":
-        return [each for part in parts for each in part]
-    found: list[Address] = [()]
-    for part in parts:
-        found = [one + other for one in found for other in part]
+        for part in axis.parts:
+            if index < part.size:
+                return address(part, index, strips)
+            index -= part.size
+    found: Address = ()
+    for part in reversed(axis.parts):
+        index, place = divmod(index, part.size)
+        found = address(part, place, strips) + found
     return found
 
 
@@ -166,17 +177,17 @@ def is_told(layout: Layout, node: Node, elements: Sequence[Element], number: int
     return True
 
 
+@pytest.mark.parametrize("sizes", [(12, 16, 24), (131_072, 999_999, 1_000_000)], ids=["small", "large"])
 @pytest.mark.parametrize("seed", range(30))
-def test_indices_that_a_node_pairs_are_one(seed: int):
+def test_indices_that_a_node_pairs_are_one(seed: int, sizes: Sequence[int]):
     """What a rank needs of an operand for its part of the result is what the cut gives it: or the node's label is one to be whole."""
-    made, inputs = written(seed, 14, (12, 16, 24)[seed % 3])
+    made, inputs = written(seed, 14, sizes[seed % 3])
     layout = layout_of(made.program(inputs), BUILT_IN)
     strips: dict[int, int] = {}
-    at = {(value, dim): addresses(axis, strips) for value, tensors in layout.values.items() for dim, axis in enumerate(tensors[0])}
     checked = 0
     for node, one, other, number in pairs_of(made):
         if is_told(layout, node, [*one, *other], number):
-            mine, theirs = (sum((at[value, dim][index] for value, dim, index in each), ()) for each in (one, other))
+            mine, theirs = (sum((address(layout.values[value][0][dim], index, strips) for value, dim, index in each), ()) for each in (one, other))
             assert mine == theirs, f"{node.operator} {node.args}: {one} {mine}, {other} {theirs}"
             checked += 1
     assert checked
@@ -201,10 +212,61 @@ def test_indices_that_are_one_were_paired(seed: int):
     first: dict[Address, Element] = {}
     for value, tensors in layout.values.items():
         for dim, axis in enumerate(tensors[0]):
-            for index, address in enumerate(addresses(axis, strips)):
-                if address:
-                    known = first.setdefault(address, (value, dim, index))
+            for index in range(axis.size):
+                if place := address(axis, index, strips):
+                    known = first.setdefault(place, (value, dim, index))
                     assert find(known) == find((value, dim, index)), f"{known} and {(value, dim, index)}"
+
+
+def places(axis: Axis, wanted: tuple[int, int], strips: dict[int, int]) -> list[int]:
+    """The indices of an axis that are this place of this strip: of strips one after another, not of products."""
+    if axis.kind is None:
+        here = axis.strip.size > 1 and strips.get(id(axis.strip)) == wanted[0] and 0 <= wanted[1] - axis.start < axis.size
+        return [wanted[1] - axis.start] if here else []
+    found, before = [], 0
+    for part in axis.parts if axis.kind == "concatenation" else ():
+        found += [before + each for each in places(part, wanted, strips)]
+        before += part.size
+    return found
+
+
+def together(made: Written, start: Element, most: int) -> set[Element] | None:
+    """All elements that any chain of nodes pairs with this one; None: more than so many."""
+    links: dict[tuple[str, int], list[tuple[str, int, int]]] = {}
+    for kind, node, told in made.steps:
+        refs = [ref.name for ref in node.operands()]
+        for number, ref in enumerate(refs):
+            for dim in range(len(made.shapes[ref])):
+                offset = made.offset(kind, refs, told, number, dim)
+                links.setdefault((ref, dim), []).append((node.name, dim, offset))
+                links.setdefault((node.name, dim), []).append((ref, dim, -offset))
+    found, new = {start}, [start]
+    while new and len(found) <= most:
+        value, dim, index = new.pop()
+        for other, along, offset in links.get((value, dim), ()):
+            if 0 <= index + offset < made.shapes[other][along] and (other, along, index + offset) not in found:
+                found.add((other, along, index + offset))
+                new.append((other, along, index + offset))
+    return None if new else found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_of_a_million_indices_those_that_are_one_were_paired(seed: int):
+    """Those of a few that are drawn. Of an axis that is added to itself further on every index is paired with every other: those are not followed."""
+    made, inputs = written(seed, 16, (131_072, 999_999, 1_000_000)[seed % 3], without="reshape")
+    layout = layout_of(made.program(inputs), BUILT_IN)
+    strips: dict[int, int] = {}
+    followed = 0
+    for value, dim in [(value, dim) for value, shape in made.shapes.items() for dim in range(len(shape))]:
+        for index in some_of(range(made.shapes[value][dim]), made.draw):
+            paired, place = together(made, (value, dim, index), 2_000), address(layout.values[value][0][dim], index, strips)
+            if paired is None or not place:
+                continue
+            for other, axes in layout.values.items():
+                for along, axis in enumerate(axes[0]):
+                    assert {(other, along, each) for each in places(axis, place[0], strips)} <= paired
+                    followed += 1
+    assert followed
 
 
 @pytest.mark.parametrize("seed", range(10))
