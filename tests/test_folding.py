@@ -188,8 +188,17 @@ READ = {
     "view of the input": lambda: Stack(Viewing),
     "hooks inside": lambda: Stack(hooked),
     "buffers written again": lambda: Again(Normed(0)),
+    "one module shared": lambda: shared(Stack(Block)),
     "other sizes": lambda: nn.Sequential(Block(0), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh())),
 }
+
+
+def shared(stack: Stack) -> Stack:
+    """All blocks have the first one's layer; export has stand-ins for modules then, and the model could not be read at all."""
+    blocks: Any = stack.blocks
+    for block in blocks:
+        block.up = blocks[0].up
+    return stack
 
 
 def tied(stack: Stack) -> Stack:

@@ -72,7 +72,7 @@ class Folding:
         self._around = around
         modules = list(model.modules())
         self._owners = {id(vars(each)): each for each in modules}
-        self._paths = {id(each): path for path, each in model.named_modules()}
+        self._paths = {id(vars(each)): path for path, each in model.named_modules()}
         kinds = {type(each) for each in modules if each is not model and any(True for _ in each.children())}
         homes = {home for kind in kinds if (home := _home_of_forward(kind)) is not None}
         with ExitStack() as around_all:
@@ -136,7 +136,7 @@ class Folding:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         state = _state(block)
         before, versions = _attributes(block), [each._version for each in (*given, *state)]  # pyright: ignore[reportPrivateUsage]
-        ENTER(given, state, number, self._paths[id(module)])
+        ENTER(given, state, number, self._paths[id(vars(module))])
         looked_at: set[tuple[int, str]] = set()
         self._open.append((module, looked_at))
         try:
@@ -163,7 +163,7 @@ class Folding:
             looked_at.update((here[owner], name) for owner, name in other.looked_at if owner in here)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         stand_in = ALIKE if len(other.made) == 1 else ALIKE_SEVERAL
-        made = stand_in(given, _state(block), other.number, self._paths[id(block.parts[""])], *like(other.made))
+        made = stand_in(given, _state(block), other.number, self._paths[id(vars(block.parts[""]))], *like(other.made))
         tensors = {"made": [made] if stand_in is ALIKE else made, "given": given}
         return tree_unflatten([tensors[each[0]][each[1]] if isinstance(each, _Place) else each for each in other.returned], other.spec)
 
