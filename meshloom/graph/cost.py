@@ -5,6 +5,8 @@ belongs to the node whose forward recorded it, which autograd's sequence numbers
 
     node        gelu     linear   sum          autograd nodes made: numbers [7, 8), [8, 10), [10, 11)
     backward    ... <--- 9, 8 <-- 10           a call under autograd node 9 belongs to `linear`
+
+Of blocks that are alike a few are run (`shortened.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from meshloom.graph.cost_fake import device_asked, fake_buffers, fake_inputs, fa
 from meshloom.graph.cost_rules import bytes_read_and_written, flops
 from meshloom.graph.nodes import Variable
 from meshloom.graph.program import Program
+from meshloom.graph.shortened import node_by_node
 from meshloom.graph.sparse_constants import memory_of, storage_of
 
 _torch: Any = torch  # for what torch keeps to itself
@@ -82,7 +85,7 @@ class ModuleCost:
 def costs(program: Program) -> dict[str, Cost]:
     """Node name -> its cost, in the program's order. Needs no memory for tensors: the program may be of any size."""
     with fake_tensors():
-        return _costs(program)
+        return node_by_node(program, _costs, _renamed)
 
 
 def by_module(program: Program, costs: Mapping[str, Cost], depth: int | None = None) -> dict[str, ModuleCost]:
@@ -196,6 +199,16 @@ def _costs(program: Program) -> dict[str, Cost]:
         )
         for index, node in enumerate(program.nodes)
     }
+
+
+def _renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
+    """The cost of a node that is like another. names: value -> the one in its place."""
+    return replace(cost, kept=tuple(replace(each, memory=_renamed_memory(each.memory, names)) for each in cost.kept)) if cost.kept else cost
+
+
+def _renamed_memory(memory: str, names: Mapping[str, str]) -> str:
+    value, colon, number = memory.partition(":")
+    return names.get(value, value) + colon + number
 
 
 class _Saved:

@@ -7,7 +7,7 @@ What it says to other ranks, nobody hears.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from meshloom.graph.cost_fake import fake_buffers, fake_inputs, fake_parameters,
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
 from meshloom.graph.rows import rows_here
+from meshloom.graph.shortened import node_by_node
 from meshloom.graph.sparse_constants import memory_of, storage_of
 from meshloom.graph.stages import Stage
 
@@ -30,30 +31,44 @@ def kept_bytes_of(stage: Stage, num_ranks: int) -> int:
 
     Parameters, buffers, constants and the batch are there anyway. Where data decides how many rows a rank has, they are as many on all.
     """
+    received = {each.value for each in stage.incoming}
     with fake_tensors():
-        return _kept_bytes(_alone(stage.program, num_ranks), [each.value for each in stage.incoming])
+        kept = node_by_node(_of_what_is_used(stage.program), lambda program: _kept_bytes(_alone(program, num_ranks), received))
+        inputs = zip(stage.program.inputs, fake_inputs(stage.program), strict=True)
+        return sum(kept.values()) + sum(int(storage_of(tensor).nbytes()) for each, tensor in inputs if each.value in received)
 
 
-def _kept_bytes(program: Program, received: Sequence[str]) -> int:
+def _of_what_is_used(program: Program) -> Program:
+    """Without the parameters of other stages."""
+    used = {ref.name for node in program.nodes for ref in node.operands()}
+    return replace(program, parameters={name: each for name, each in program.parameters.items() if each.value in used}, _runners={})
+
+
+def _kept_bytes(program: Program, received: Collection[str]) -> dict[str, int]:
+    """Node -> bytes that it is the first to make autograd keep."""
     inputs = fake_inputs(program)
     values: dict[str, Any] = dict(leaves(program, fake_parameters(program), fake_buffers(program), inputs))
     for each, tensor in zip(program.inputs, inputs, strict=True):
         tensor.requires_grad_(each.meta.requires_grad)
-    given = {name: values[name] for name in values if name not in received}
-    there = {memory_of(tensor) for tensor in given.values()}
-    saved: list[weakref.ref[_Saved]] = []
+    counted = {memory_of(tensor) for tensor in values.values()}
+    saved: list[tuple[int, weakref.ref[_Saved]]] = []
+    number = 0  # of the node that runs
 
     def pack(tensor: Tensor) -> _Saved:
         held = _Saved(tensor)
-        saved.append(weakref.ref(held))
+        saved.append((number, weakref.ref(held)))
         return held
 
     with saved_tensors_hooks(pack, lambda held: held.tensor):
         for _ in run_nodes(program, values, keep=False):
-            pass
-    kept = [held.tensor for each in saved if (held := each()) is not None] + [values[name] for name in received if name in values]
-    sizes = {memory_of(tensor): int(storage_of(tensor).nbytes()) for tensor in kept}
-    return sum(size for memory, size in sizes.items() if memory not in there)
+            number += 1
+    kept = dict.fromkeys((node.name for node in program.nodes), 0)
+    for number, each in saved:
+        held = each()
+        if held is not None and (memory := memory_of(held.tensor)) not in counted:
+            counted.add(memory)
+            kept[program.nodes[number].name] += int(storage_of(held.tensor).nbytes())
+    return kept
 
 
 class _Saved:

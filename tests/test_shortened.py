@@ -1,0 +1,139 @@
+"""What is found of four of the blocks that are alike is what is found of all of them, value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.graph.cost import _costs, costs
+from meshloom.graph.cost_fake import fake_tensors
+from meshloom.graph.program import Program
+from meshloom.graph.shapes import capture_shapes
+from meshloom.graph.shortened import NUM_KEPT, node_by_node, shortened
+from meshloom.job import Job
+from tests.jobs import Samples
+from tests.published.model import from_transformers, tokens
+
+pytestmark = pytest.mark.usefixtures("silent_export")
+
+
+class Block(nn.Module):
+    """[batch, 6] -> [batch, 6]. What it keeps, updates and shares: its input, running statistics, one weight with all others."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.up = nn.Linear(6, 12)
+        self.down = nn.Linear(12, 6, bias=False)
+        self.shared = shared
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + self.down(nn.functional.dropout(self.shared(self.norm(x)).repeat(1, 2) * torch.relu(self.up(x)), 0.1)) * scale
+
+
+class Stack(nn.Module):
+    """Blocks one after another, in which the outermost alone are given what lies outside. give: what becomes of all of their results."""
+
+    def __init__(self, count: int, give: Callable[[list[Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        shared = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block(shared) for _ in range(count))
+        self.give = give
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.first(x).mean()
+        results = [self.first(x)]
+        for block in self.blocks:
+            results.append(block(results[-1], scale))
+        return self.give(results)
+
+
+def last(results: list[Tensor]) -> Tensor:
+    return results[-1].square().mean()
+
+
+def of_all(results: list[Tensor]) -> Tensor:
+    return torch.stack(results).square().mean()
+
+
+def program_of(model: Callable[[], nn.Module]) -> Program:
+    job = Job(
+        model=model,
+        loss=lambda model, batch: model(batch["x"]),
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
+        data=lambda: Samples(x=torch.ones(4, 6)),
+        batch_size=4,
+        steps=1,
+    )
+    return capture_shapes(job, {"x": torch.ones(4, 6)})
+
+
+@pytest.fixture(scope="module")
+def stack() -> Program:
+    return program_of(lambda: Stack(9, last))
+
+
+def unshared(program: Program) -> dict[str, Any]:
+    with fake_tensors():
+        return _costs(program)
+
+
+def test_costs_of_blocks_that_share_and_update_are_those_of_all_of_them(stack: Program):
+    short = shortened(stack)
+    assert short is not None and short.num_blocks >= 8 and len(short.program.nodes) < len(stack.nodes) * 3 / 4
+    found = costs(stack)
+    assert found == unshared(stack)
+    assert list(found) == [node.name for node in stack.nodes]
+
+
+def test_what_is_left_out_is_what_only_those_blocks_have(stack: Program):
+    short = shortened(stack)
+    assert short is not None
+    left = short.num_blocks - NUM_KEPT
+    whole, program = short.whole, short.program
+    assert len(whole.nodes) - len(program.nodes) == left * short.period
+    assert len(whole.parameters) - len(program.parameters) == left * 5  # the norm's two, two of `up`, one of `down`
+    assert "blocks.0.shared.weight" in program.parameters
+    assert len(whole.updates) - len(program.updates) == left
+    assert len(whole.buffers) - len(program.buffers) == left * 3
+
+
+def test_blocks_whose_results_are_all_used_are_all_gone_through():
+    assert shortened(program_of(lambda: Stack(9, of_all))) is None
+
+
+def test_blocks_that_are_found_unlike_are_all_gone_through(stack: Program):
+    def places(given: Program) -> Mapping[str, int]:
+        return {node.name: place for place, node in enumerate(given.nodes)}
+
+    assert node_by_node(stack, places) == places(stack)
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+DEEP = {
+    "llama": ("LlamaForCausalLM", {"num_hidden_layers": 7, **SMALL}),
+    "gpt2": ("GPT2LMHeadModel", {"n_layer": 7, "n_embd": 16, "n_head": 2}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"num_layers": 8, "d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "decoder_start_token_id": 0},
+    ),
+    "gemma2": ("Gemma2ForCausalLM", {"num_hidden_layers": 13, **SMALL, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 5}),
+    "mixtral": ("MixtralForCausalLM", {"num_hidden_layers": 7, **SMALL, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "mamba": ("MambaForCausalLM", {"num_hidden_layers": 7, "hidden_size": 8, "state_size": 4}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("llama", "t5") else pytest.mark.slow) for name in DEEP])
+def test_costs_of_families_are_those_of_all_of_their_blocks(name: str):
+    kind, settings = DEEP[name]
+    model = from_transformers(name, "", "", kind, tokens(11), {"vocab_size": 40, "pad_token_id": 0, "use_cache": False, **settings}, chunk=2)
+    program = capture_shapes(model.job(1), model.make(2))
+    short = shortened(program)
+    assert short is not None and len(short.program.nodes) < len(program.nodes) * 4 / 5
+    assert costs(program) == unshared(program)
