@@ -12,7 +12,7 @@ from meshloom.graph.nodes import Meta
 from meshloom.graph.stages import Crossing
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.simulate import simulate
+from meshloom.pipeline.simulate import simulate, step_seconds
 from meshloom.pipeline.traffic import Traffic, traffic_of_ranks, traffic_of_stages
 
 
@@ -65,6 +65,11 @@ def test_a_step_is_as_long_as_its_longest_chain(name: str):
         sizes = [draw.random() for _ in range(microbatches)]
         found = simulate(schedule, stages, lambda num_bytes: num_bytes / 7.0, sizes=sizes)
         assert found.seconds == pytest.approx(seconds_by_relaxation(schedule, stages, 7.0, sizes), rel=1e-9)
+        assert (
+            step_seconds(schedule, lambda num_bytes: num_bytes / 7.0, sizes=sizes)(stages) == found.seconds
+        )  # of the same numbers in the same order
+        even = simulate(schedule, stages, lambda num_bytes: num_bytes / 7.0).seconds
+        assert step_seconds(schedule, lambda num_bytes: num_bytes / 7.0)(stages) == even
         for rank in range(ranks):
             work = sum(stages[each].seconds for each in schedule.stages_of(rank)) * sum(sizes)
             assert found.busy_seconds[rank] == pytest.approx(work)

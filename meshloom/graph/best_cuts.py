@@ -59,12 +59,12 @@ def best_cuts(line: Intervals, limits: Limits) -> list[int] | None:
 def rank_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[float]:
     """What every rank holds at most: its parameters with their state once, and the activations in flight."""
     bounds = list(pairwise([0, *cuts, line.num_nodes]))
-    rows = [line.until(end) for _, end in bounds]
+    rows = [line.until(end, start) for start, end in bounds]
     found: list[float] = []
     for rank in range(max(limits.ranks) + 1):
         stages = [stage for stage, holder in enumerate(limits.ranks) if holder == rank]
-        state = sum(float(rows[stage].state_bytes[bounds[stage][0]]) for stage in stages) - line.shared_bytes([bounds[stage] for stage in stages])
-        kept = [sum(moment[stage] * float(rows[stage].kept_bytes[bounds[stage][0]]) for stage in stages) for moment in limits.in_flight]
+        state = sum(float(rows[stage].state_bytes[0]) for stage in stages) - line.shared_bytes([bounds[stage] for stage in stages])
+        kept = [sum(moment[stage] * float(rows[stage].kept_bytes[0]) for stage in stages) for moment in limits.in_flight]
         found.append(state + max(kept))
     return found
 
@@ -144,14 +144,15 @@ def _ends(
         first = int(numpy.searchsorted(work, work[end] - most - slack))
         if not stages or first == end:
             continue
-        row, starts = line.until(int(places[end])), places[first:end]
+        row = line.until(int(places[end]), int(places[first]))
+        starts = places[first:end] - row.first
         costs, state, kept = cost(row)[starts], row.state_bytes[starts], row.kept_bytes[starts]
         for stage in stages:
             found = combine(least[stage, first:end], costs)
             if math.isfinite(budgets[stage]):
                 found = numpy.where(state + counts[stage] * kept <= budgets[stage], found, math.inf)
             if stage in limits.forbidden:
-                found = numpy.where(barred[stage][places[end]] == barred[stage][starts], found, math.inf)
+                found = numpy.where(barred[stage][places[end]] == barred[stage][places[first:end]], found, math.inf)
             best = int(found.argmin())
             least[stage + 1, end], start_of[stage + 1, end] = found[best], first + best
     if least[count, -1] == math.inf:
@@ -206,9 +207,9 @@ def _stage_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[f
     bounds = list(pairwise([0, *cuts, line.num_nodes]))
     found: list[float] = []
     for stage, (start, end) in enumerate(bounds):
-        row = line.until(end)
+        row = line.until(end, start)
         count = max(moment[stage] for moment in limits.in_flight)
-        found.append(float(row.state_bytes[start] + count * row.kept_bytes[start]))
+        found.append(float(row.state_bytes[0] + count * row.kept_bytes[0]))
     return found
 
 
@@ -217,7 +218,7 @@ def _excess(line: Intervals, limits: Limits, cuts: Sequence[int]) -> float:
 
 
 def _longest(line: Intervals, cuts: Sequence[int]) -> float:
-    return max(float(line.until(end).takes[start]) for start, end in pairwise([0, *cuts, line.num_nodes]))
+    return max(float(line.until(end, start).takes[0]) for start, end in pairwise([0, *cuts, line.num_nodes]))
 
 
 def _is_legal(line: Intervals, limits: Limits, cuts: Sequence[int]) -> bool:

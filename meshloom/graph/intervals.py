@@ -58,8 +58,12 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Numbers of all stages that end at one place; every array is [start]. takes: seconds, of sending too. moved_bytes: over both ends, both ways."""
+    """Numbers of all stages that end at one place and start at `first` or later; every array is [start - first].
 
+    takes: seconds, of sending too. moved_bytes: over both ends, both ways.
+    """
+
+    first: int
     forward: numpy.ndarray
     backward: numpy.ndarray
     later: numpy.ndarray
@@ -117,21 +121,23 @@ class Intervals:
         self.until = lru_cache(128)(self._until)  # searches come back to few of them
         self.stage = lru_cache(4096)(self._stage)
 
-    def _until(self, end: int) -> Row:
-        """All stages that end at a place."""
-        received, handed_back = self._received.until(end), self._handed_back.until(end)
-        sent, returned = self._sent.until(end), self._returned.until(end)
-        forward = self._forward[end] - self._forward + self._again.until(end)
-        backward = self._backward[end] - self._backward
+    def _until(self, end: int, first: int = 0) -> Row:
+        """All stages that end at a place, of those that start at `first` or later."""
+        received, handed_back = self._received.until(end, first), self._handed_back.until(end, first)
+        sent, returned = self._sent.until(end, first), self._returned.until(end, first)
+        starts = slice(first, end + 1)
+        forward = self._forward[end] - self._forward[starts] + self._again.until(end, first)
+        backward = self._backward[end] - self._backward[starts]
         moved = received + handed_back + sent + returned
         return Row(
+            first=first,
             forward=forward,
             backward=backward,
-            later=self._later[end] - self._later,
+            later=self._later[end] - self._later[starts],
             takes=forward + backward + moved / self._speed,
             moved_bytes=moved,
-            state_bytes=self._state.until(end),
-            kept_bytes=self._kept.until(end) + received,
+            state_bytes=self._state.until(end, first),
+            kept_bytes=self._kept.until(end, first) + received,
             received=received,
             handed_back=handed_back,
             sent=sent,
@@ -140,22 +146,22 @@ class Intervals:
 
     def _stage(self, start: int, end: int) -> StageCost:
         """The operators from one place to another."""
-        row = self.until(end)
+        row = self.until(end, start)
         parameters, parameter_bytes = self._parameters.within(start, end)
         return StageCost(
             module=self._first_path(range(start, end)),
             last_module=self._first_path(range(end - 1, start - 1, -1)),
-            forward_seconds=float(row.forward[start]),
-            backward_seconds=float(row.backward[start]),
-            later_seconds=float(row.later[start]),
+            forward_seconds=float(row.forward[0]),
+            backward_seconds=float(row.backward[0]),
+            later_seconds=float(row.later[0]),
             parameters=parameters,
             parameter_bytes=parameter_bytes,
-            state_bytes=round(row.state_bytes[start]),
-            kept_bytes=round(row.kept_bytes[start]),
-            sent_bytes=round(row.sent[start]),
-            returned_bytes=round(row.returned[start]),
-            received_bytes=round(row.received[start]),
-            handed_back_bytes=round(row.handed_back[start]),
+            state_bytes=round(row.state_bytes[0]),
+            kept_bytes=round(row.kept_bytes[0]),
+            sent_bytes=round(row.sent[0]),
+            returned_bytes=round(row.returned[0]),
+            received_bytes=round(row.received[0]),
+            handed_back_bytes=round(row.handed_back[0]),
         )
 
     def _first_path(self, numbers: Iterable[int]) -> str:
@@ -241,7 +247,7 @@ class Intervals:
 
 
 class _Spans:
-    """Things that count in stages [start, end) with after < start <= upto, once end > when."""
+    """Things that count in stages [start, end) with after < start <= upto, once end > when; upto <= when."""
 
     def __init__(self, num_nodes: int) -> None:
         self._num_nodes = num_nodes
@@ -250,6 +256,7 @@ class _Spans:
 
     def add(self, after: int, upto: int, when: int, size: float) -> None:
         """One span."""
+        assert upto <= when
         self._found.append((when, after, upto, size))
 
     def add_uses(self, uses: Sequence[int], size: float, *, made: int = -1) -> None:
@@ -257,16 +264,17 @@ class _Spans:
         for before, use in pairwise((made, *uses)):
             self.add(before, use, use, size)
 
-    def until(self, end: int) -> numpy.ndarray:
-        """[start]: the sum over what counts in stages that end there."""
+    def until(self, end: int, first: int) -> numpy.ndarray:
+        """[start - first]: the sum over what counts in stages that end there. Takes as long as they are long, however many operators there are."""
         if self._columns is None:
             table = numpy.array(sorted(self._found), dtype=float).reshape(-1, 4)
-            self._columns = table[:, 0], table[:, 1].astype(int), table[:, 2].astype(int), table[:, 3]
+            self._columns = table[:, 0].copy(), table[:, 1].astype(int), table[:, 2].astype(int), table[:, 3].copy()
         when, after, upto, size = self._columns
-        count = int(numpy.searchsorted(when, end))  # those with when < end
-        length = self._num_nodes + 2
-        change = numpy.bincount(after[:count] + 1, size[:count], length) - numpy.bincount(upto[:count] + 1, size[:count], length)
-        return numpy.cumsum(change)[:-1]
+        some = slice(*numpy.searchsorted(when, (first, end)))  # what is over before `first` counts in none of them
+        length = end - first + 2
+        change = numpy.bincount(numpy.maximum(after[some] + 1 - first, 0), size[some], length)
+        change -= numpy.bincount(numpy.maximum(upto[some] + 1 - first, 0), size[some], length)
+        return numpy.cumsum(change[:-1])
 
 
 class _Used:

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,7 +74,11 @@ class Node:
 
     def operands(self) -> Iterator[Ref]:
         """The values it uses, in order of its arguments."""
-        yield from refs_in((self.args, tuple(self.kwargs.values())))
+        return iter(self._operands)
+
+    @cached_property
+    def _operands(self) -> tuple[Ref, ...]:
+        return tuple(refs_in((self.args, tuple(self.kwargs.values()))))
 
 
 @dataclass(frozen=True, kw_only=True)

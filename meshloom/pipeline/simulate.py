@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshloom.graph.intervals import StageCost
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.timing import Durations, Timed, run_on_paper, turns_of
+from meshloom.pipeline.schedule import Action, Kind, Schedule
+from meshloom.pipeline.timing import Durations, run_on_paper, turns_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,13 @@ MessageSeconds = Callable[[float], float]  # bytes -> from one rank to another
 
 def simulate(schedule: Schedule, stages: Sequence[StageCost], message_seconds: MessageSeconds, *, sizes: Sequence[float] = ()) -> Simulated:
     """A step of these stages. sizes: [microbatch], relative to that of `stages`; default: all are as large."""
-    timed = _timer(schedule, message_seconds, sizes)(stages)
+    there, back = [each.sent_bytes for each in stages], [each.handed_back_bytes for each in stages]
+
+    def transfer(before: Action, after: Action) -> float:
+        num_bytes = (there if before.kind == "F" else back)[before.stage]
+        return message_seconds(num_bytes * sizes[before.microbatch] if sizes else num_bytes)
+
+    timed = run_on_paper(schedule, durations_of(stages, sizes=sizes).of, transfer)
     return Simulated(
         seconds=timed.length,
         idle_shares=tuple(timed.idle_share(rank) for rank in range(schedule.num_ranks)),
@@ -49,24 +55,38 @@ def simulate(schedule: Schedule, stages: Sequence[StageCost], message_seconds: M
 
 
 def step_seconds(schedule: Schedule, message_seconds: MessageSeconds, *, sizes: Sequence[float] = ()) -> Callable[[Sequence[StageCost]], float]:
-    """Stages -> seconds of a step of them; for trying many, as `graph.cut.choose_cuts` does."""
-    timer = _timer(schedule, message_seconds, sizes)
-    return lambda stages: timer(stages).length
+    """Stages -> seconds of a step of them; for trying many, as `graph.cut.choose_cuts` does.
 
+    What `simulate` finds, by numbers: what actions of one kind, stage and size take, and their messages, are looked up once, and actions of one rank
+    need nothing but their turn.
+    """
+    turns = turns_of(schedule)
+    kinds: dict[tuple[Kind, int, float], int] = {}
+    place = {turn.action: number for number, turn in enumerate(turns)}
 
-def _timer(schedule: Schedule, message_seconds: MessageSeconds, sizes: Sequence[float]) -> Callable[[Sequence[StageCost]], Timed]:
-    turns, seconds = turns_of(schedule), cache(message_seconds)
+    def kind_of(action: Action) -> int:
+        size = sizes[action.microbatch] if sizes else 1.0
+        return kinds.setdefault((action.kind, action.stage, size), len(kinds))
 
-    def timed(stages: Sequence[StageCost]) -> Timed:
-        there, back = [each.sent_bytes for each in stages], [each.handed_back_bytes for each in stages]
+    steps = [(turn.rank, kind_of(turn.action), tuple((place[each], kind_of(each)) for each in turn.received)) for turn in turns]
+    seconds = cache(message_seconds)
 
-        def transfer(before: Action, after: Action) -> float:
-            num_bytes = (there if before.kind == "F" else back)[before.stage]
-            return seconds(num_bytes * sizes[before.microbatch] if sizes else num_bytes)
+    def length(stages: Sequence[StageCost]) -> float:
+        whole = durations_of(stages)
+        takes = [whole.of(Action(stage, kind, 0)) * size for kind, stage, size in kinds]
+        travels = [seconds((stages[stage].sent_bytes if kind == "F" else stages[stage].handed_back_bytes) * size) for kind, stage, size in kinds]
+        free = [0.0] * schedule.num_ranks
+        ends: list[float] = []
+        for rank, kind, received in steps:
+            start = free[rank]
+            for number, sent in received:
+                arrived = ends[number] + travels[sent]
+                start = max(arrived, start)
+            free[rank] = end = start + takes[kind]
+            ends.append(end)
+        return max(ends)  # the first starts at 0
 
-        return run_on_paper(schedule, durations_of(stages, sizes=sizes).of, transfer, turns)
-
-    return timed
+    return length
 
 
 def durations_of(stages: Sequence[StageCost], *, transfer: float = 0.0, sizes: Sequence[float] = ()) -> Durations:

@@ -93,18 +93,17 @@ def run_on_paper(
     schedule: Schedule,
     duration: Callable[[Action], float],
     transfer: Callable[[Action, Action], float] = lambda before, after: 0.0,
-    turns: Sequence[Turn] | None = None,
 ) -> Timed:
     """Every rank runs its list in order; an action starts when its rank is free and what it needs has arrived.
 
-    duration: of an action. transfer: from the end of one action to when its value is on the other's rank. turns: `turns_of` the schedule, if they are known.
+    duration: of an action. transfer: from the end of one action to when its value is on the other's rank.
     Raises `AssertionError` for a schedule that waits in a circle: `check_schedule` comes first.
     """
     free = [0.0] * schedule.num_ranks
     busy = [0.0] * schedule.num_ranks
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
-    for turn in turns_of(schedule) if turns is None else turns:
+    for turn in turns_of(schedule):
         rank, action = turn.rank, turn.action
         start, takes = free[rank], duration(action)
         for each in turn.needed:
