@@ -167,7 +167,7 @@ def state_bytes(program: Program, names: frozenset[str], factor: float) -> float
 
 
 MODELS = [Chain, Skips]
-DEEP = partial(Chain, 320)  # of which most cuts are never looked at
+DEEP = partial(Chain, 260)  # of which most cuts are never looked at
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
