@@ -220,6 +220,65 @@ def test_eleven_blocks_with_buffers_share_the_unknowns_of_one(turned: bool):
     assert counts[0] == counts[1]
 
 
+class Causal(nn.Module):
+    """Convolutions over the past [samples, width, time], each padded at its beginning, and at its end by what is cut off again."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv1d(16, 16, 4, padding=3, groups=16) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)[:, :, : x.shape[2]]
+        return x
+
+
+def test_a_cut_with_an_axis_that_a_value_has_not_is_one_for_all_blocks():
+    """Time and the padding of one block's convolution can be cut together. To what flows from block to block, which has no padding, these cuts are all the
+    same, and yet were as many ways as there are blocks: in the first of Mamba's layers fewer than in the second, so that none stood for another.
+    """
+    problems = [Problem(layout_by_shapes(lambda n=n: Causal(n), mean, normal(3, 16, 9)), 2, rates=FAST) for n in (3, 9)]
+    few, many = ([len(row) for row in problem.strategies.values()] for problem in problems)
+    assert max(few) == max(many)
+
+
+class Recurrent(nn.Module):
+    """[samples, time, width]: a state of which every step keeps a part, written as a loop, with all states stacked at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.keep, self.down = nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given, kept = self.up(x), torch.sigmoid(self.keep(x))
+        state, states = torch.zeros_like(given[:, 0]), list[Tensor]()
+        for step in range(x.shape[1]):
+            state = kept[:, step] * state + given[:, step]
+            states.append(state)
+        return self.down(torch.stack(states, 1))
+
+
+def test_iterations_of_a_loop_share_the_unknowns_of_one():
+    """Of Mamba's 1,024 every one was divided by itself: a gigabyte of tables, and no end in minutes."""
+    found = [layout_by_shapes(Recurrent, mean, normal(4, length, 16)) for length in (8, 40)]
+    rates = replace(FAST, flops_per_second=1e7, bytes_per_second=1e7)
+    problems = [Problem(layout, 2, rates=rates, costs=costs(layout.program)) for layout in found]
+    assert len(problems[0].choices) == len(problems[1].choices)
+    choice = choose(found[0], 2, rates)
+    assert {choice.strategies[node.name].work for node in found[0].program.nodes if node.operator == "mul.Tensor"} == {0.5}
+    alone = [np.array([problems[0].cost[unknown] for unknown in row]) for row in problems[0].choices]
+    assert problems[0].solve()[1] <= cost_of([0] * len(alone), alone, problems[0].changes)
+
+
+def test_what_iterations_share_costs_what_they_cost_alone(monkeypatch: pytest.MonkeyPatch):
+    layout = layout_by_shapes(Recurrent, mean, normal(4, 8, 16))
+    rates = replace(FAST, flops_per_second=1e7, bytes_per_second=1e7)
+    shared = Problem(layout, 2, rates=rates, costs=costs(layout.program)).solve()[1]
+    monkeypatch.setattr(meshloom.graph.problem, "repeats_of", lambda *_: Repeats())
+    alone = Problem(layout, 2, rates=rates, costs=costs(layout.program)).solve()[1]
+    assert alone * (1 - 1e-9) <= shared <= 1.01 * alone  # sums in another order; alone, the first and the last step suit what is around them
+
+
 def test_a_choice_travels_as_numbers(small: Layout):
     choice = choose(small, 2, FAST, placements={"blocks.0.up": "row"})
     other = choice_of_numbers(small, 2, numbers_of_choice(choice), placements={"blocks.0.up": "row"})

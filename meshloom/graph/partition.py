@@ -18,7 +18,7 @@ from meshloom.graph.layout import Axes, axes_of
 from meshloom.graph.nodes import Meta, Node, Ref, Variable, contiguous_strides, refs_in
 from meshloom.graph.pieces import Pieces, Runs
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
-from meshloom.graph.price import kind_of
+from meshloom.graph.price import is_same, kind_of
 from meshloom.graph.program import Program
 from meshloom.graph.routes import Route
 from meshloom.graph.rows import place_rows, rows_here, take_rows
@@ -182,6 +182,8 @@ class _Builder:
         axes = choice.layout.values[ref.name][0]
         before, after = (choice.pieces(ref.name, each) for each in (source, target))
         taken, placed = route_of(axes, target, choice.numbers), route_of(axes, source, choice.numbers)
+        if taken is None and placed is None and is_same(source, target, before, after):
+            return ref.name
         if taken is not None:
             args = self.read(ref, REPLICATED, node), self._rows(target, taken, node)
             name = self._made(ref, take_rows, (*args, taken[0]), _local(meta, after, self.rank), node)

@@ -20,6 +20,8 @@ def change_seconds(
     regathered: parts of the value are gathered once more in the backward, instead of being kept.
     behind_seconds: of computing while each thing that the backward sends is on its way. What a collective takes to start is not hidden by it.
     """
+    if is_same(source, target, before, after):
+        return 0.0
     if PARTIAL in (source, target) and not meta.dtype.is_floating_point:
         return None
     try:
@@ -40,6 +42,11 @@ def change_seconds(
     # What is sent is put together and taken apart; what is not is looked at, or copied in part.
     touched = sum(2.0 if call is not None else 0.1 for call in calls) + (1.0 if target == PARTIAL and isinstance(source, Part) else 0.0)
     return seconds + touched * size / rates.bytes_per_second
+
+
+def is_same(source: Placement, target: Placement, before: Pieces, after: Pieces) -> bool:
+    """Whether a value placed one way is placed the other way as well: two cuts may differ in axes alone that it has not."""
+    return source == target or (isinstance(source, Part) and isinstance(target, Part) and before == after)
 
 
 def talk_seconds(talk: Talk, item: int, num_ranks: int, rates: Rates) -> float:

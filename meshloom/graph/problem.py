@@ -6,14 +6,17 @@ made in is changed, once for all nodes that want it so. Blocks that are alike sh
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from meshloom.errors import PlanError
 from meshloom.graph.amounts import amount
+from meshloom.graph.axes import Axis
 from meshloom.graph.change import Change
 from meshloom.graph.cheapest import cheapest
 from meshloom.graph.cost import Cost
@@ -31,7 +34,7 @@ from meshloom.graph.price import change_seconds, kind_of, talk_seconds
 from meshloom.graph.rates import Rates
 from meshloom.graph.repeats import Repeats, repeats_of
 from meshloom.graph.sections import Sections
-from meshloom.graph.strategies import Strategy, strategies_of
+from meshloom.graph.strategies import Strategy, cuts_of, strategies_of
 
 Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
 
@@ -74,10 +77,13 @@ class Problem:
         self.pins = Pins(layout, self.numbers, self.cuts, num_ranks, pins or {})
         self._kept_at, self._kept_inside = (kept_operands(layout, costs), kept_within(layout, costs)) if costs else ({}, {})
         self.alike = alike
-        try:
-            self._state(repeats_of(layout, self.numbers, self.pins.marks) if alike else Repeats())
-        except _UnlikeError:  # alike, but what is decided of them is not
-            self._state(Repeats())
+        for loops in (True, False) if alike else ():
+            try:
+                self._state(repeats_of(layout, self.numbers, self.pins.marks, loops))
+                return
+            except _UnlikeError:  # alike, but what is decided of them is not
+                pass
+        self._state(Repeats())
 
     def solve(self, memory_bytes: float | None = None) -> tuple[list[int], float, bool]:
         """Which of its options each variable and node takes, in order, what that costs, and whether it is known that nothing costs less.
@@ -139,6 +145,9 @@ class Problem:
         fixed = {*buffers, *(each.value for each in program.inputs), *program.constants}
         # Of variables and nodes that stand for themselves: what an option stands for -> its unknown.
         self._unknown_for: dict[str, dict[Any, int]] = {}
+        self._known_ways: dict[Hashable, list[Strategy]] = {}
+        self._rows: dict[tuple[str, int], list[tuple[Strategy, int]]] = {}  # node that stands for itself, and ways -> each with its unknown
+        self._asked: set[tuple[str, int, tuple[str, ...]]] = set()  # the same with operands, whose wishes are noted
         # What others stand for comes before these, whatever blocks are called and in whichever order they are used.
         variables = dict.fromkeys([*parameters, *sorted(fixed)])
         self.options: dict[str, list[tuple[Placement, int]]] = {value: [] for value in variables}
@@ -182,11 +191,7 @@ class Problem:
         options: list[Placement] = [INVARIANT]
         if free or (fixed is not None and not fixed[0].is_whole):
             options += [REPLICATED] if meta.requires_grad else []
-            options += [
-                Part(cut)
-                for cut in dict.fromkeys(cut for axis in axes for number in sorted(self.numbers.leaves(axis)) for cut in self.cuts.get(number, []))
-                if covers(axes, cut, self.numbers)
-            ]
+            options += [Part(cut) for cut in cuts_of(axes, self.numbers, self.cuts) if covers(axes, cut, self.numbers)]
         if fixed is not None:
             options = [
                 each
@@ -216,10 +221,14 @@ class Problem:
 
     def _node(self, node: Node) -> list[tuple[Strategy, int]]:
         seconds = self.rates.node_seconds(self.costs[node.name]) if self.costs else 0.0
-        ways = [each for each in strategies_of(node, self.layout, self.numbers, self.cuts) if node.name in self._weighed or each.output is INVARIANT]
+        ways = self._ways_of(node)
         owner = self.repeats.value(node.name)
         costs = [seconds * each.work + self._talking(node, each) for each in ways]
-        if owner != node.name:
+        found = self._rows.get((owner, id(ways)))
+        if found is not None:
+            for (_, unknown), cost in zip(found, costs, strict=True):
+                self.cost[unknown] += cost
+        elif owner != node.name:
             found = self._as_for(owner, [(each, self._counterpart(each), cost) for each, cost in zip(ways, costs, strict=True)])
         else:
             found = list(zip(ways, self._one_of(costs), strict=True))
@@ -227,13 +236,40 @@ class Problem:
             self._made[node.name] = {}
             for strategy, unknown in found:
                 self._made[node.name].setdefault(self._stand(strategy.output), []).append(unknown)
-        for strategy, unknown in found:
-            for ref, placement in zip(node.operands(), strategy.operands, strict=True):
-                users = self._wanted.setdefault((self.repeats.value(ref.name), self._stand(placement)), {})
-                users.setdefault(owner, {})[unknown] = None
-            if node.name in self._kept_inside:
+        self._rows[owner, id(ways)] = found
+        operands = tuple(self.repeats.value(ref.name) for ref in node.operands())
+        if (owner, id(ways), operands) not in self._asked:
+            self._asked.add((owner, id(ways), operands))
+            for strategy, unknown in found:
+                for value, placement in zip(operands, strategy.operands, strict=True):
+                    self._wanted.setdefault((value, self._stand(placement)), {}).setdefault(owner, {})[unknown] = None
+        if node.name in self._kept_inside:
+            for strategy, unknown in found:
                 self._holds(unknown, self._kept_inside[node.name] * (strategy.work if strategy.cut else 1.0))
         return found
+
+    def _ways_of(self, node: Node) -> list[Strategy]:
+        """Every way to compute a node that is worth looking at; one object for nodes that are the same but for values, as in the iterations of a loop."""
+        key = self._same(node)
+        ways = self._known_ways.get(key) if key is not None else None
+        if ways is None:
+            weighed = node.name in self._weighed
+            ways = [each for each in strategies_of(node, self.layout, self.numbers, self.cuts) if weighed or each.output is INVARIANT]
+            self._known_ways[key if key is not None else node.name] = ways
+        return ways
+
+    def _same(self, node: Node) -> Hashable | None:
+        """All that the ways to compute a node depend on. None: on where it is in the program, too."""
+        mapped, layout = self.layout.mapped.get(node.name), self.layout
+        if self.numbers.routes:
+            return None
+        if mapped is None:
+            operands = tuple(ref.name for ref in node.operands()) if node.target is operator.getitem else sum(1 for _ in node.operands())
+            return node.name in self._weighed, operands, _keys(itertools.chain(*layout.values[node.name]))
+        values = (layout.values[ref.name][0] for ref in node.operands())
+        labels = tuple(mapped.labels), _keys(mapped.labels.values())
+        axes = tuple(map(_keys, values)), tuple(map(_keys, layout.values[node.name]))
+        return node.name in self._weighed, node.operator, node.num_draws, mapped.factors.facts, labels, mapped.whole, mapped.apart, axes
 
     def _talking(self, node: Node, strategy: Strategy) -> float:
         """Seconds of what a node sends by itself."""
@@ -374,6 +410,11 @@ class Problem:
 
 class _UnlikeError(Exception):
     """Blocks that are alike have unlike options."""
+
+
+def _keys(axes: Iterable[Axis]) -> tuple[Hashable, ...]:
+    """Equal for axes that are one, or of which no part can be cut."""
+    return tuple((axis.start, axis.size, axis.strip if axis.strip.size > 1 else None) for axis in axes)
 
 
 def _counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, Cut]:

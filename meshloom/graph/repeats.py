@@ -1,16 +1,17 @@
 """Blocks of a program that are alike, so that what is decided for one holds for all.
 
-`blocks.0`, `blocks.1`, ... whose forwards run the same operators on the same shapes are one block several times. Every node, parameter
-and axis of the later ones stands for its counterpart in the first.
+`blocks.0`, `blocks.1`, ... whose forwards run the same operators on the same shapes are one block several times, and so are the iterations of a
+loop (`iterations.py`). Every node, parameter and axis of the later ones stands for its counterpart in the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshloom.graph.axes import Axis
 from meshloom.graph.cuts import Numbers
+from meshloom.graph.iterations import constants_of, iterations_of
 from meshloom.graph.layout import Layout
 from meshloom.graph.nodes import Node, Ref
 
@@ -31,28 +32,29 @@ class Repeats:
         return self.axes.get(number, number)
 
 
-def repeats_of(layout: Layout, numbers: Numbers, marks: Mapping[str, object] | None = None) -> Repeats:
+def repeats_of(layout: Layout, numbers: Numbers, marks: Mapping[str, object] | None = None, loops: bool = True) -> Repeats:
     """The repeated blocks of a program. Where counterparts do not fit together, blocks stand for themselves.
 
-    marks: of values; those with unlike marks are not counterparts.
+    marks: of values; those with unlike marks are not counterparts. loops: iterations are blocks, too.
     """
     for joined in (True, False):
-        found = _found(layout, numbers, marks or {}, joined=joined)
+        found = _found(layout, numbers, marks or {}, joined=joined, loops=loops)
         if not any(_collapses(each, found.axes, numbers) for each in layout.values.values()):
             return found
     return Repeats()
 
 
-def _found(layout: Layout, numbers: Numbers, marks: Mapping[str, object], *, joined: bool) -> Repeats:
+def _found(layout: Layout, numbers: Numbers, marks: Mapping[str, object], *, joined: bool, loops: bool) -> Repeats:
     """joined: where what a block gives is the next one's input, on an axis of its own, all of these axes are one.
 
     0 -> block -> 1 -> block -> 2        1 stands for 0, as it is what the second is given, and 2 for 1: so both stand for 0
     """
     values: dict[str, str] = {}
     axes: dict[int, int] = {}
-    for blocks in _containers(layout.program.nodes).values():
+
+    def add(blocks: Iterable[Sequence[tuple[Node, str]]]) -> None:
         kinds: list[Sequence[tuple[Node, str]]] = []  # the first block of each kind: layers of two kinds may take turns
-        for block in (blocks[index] for index in sorted(blocks)):
+        for block in blocks:
             for first in kinds:
                 found = _match(layout, numbers, first, block, marks)
                 if found is None:
@@ -65,13 +67,19 @@ def _found(layout: Layout, numbers: Numbers, marks: Mapping[str, object], *, joi
                     axes.update(new_axes)
                 else:
                     continue
-                values.update(new_values)
+                values.update((name, other) for name, other in new_values.items() if name != other)
                 break
             else:
                 kinds.append(block)
+
+    for blocks in _containers(layout.program.nodes).values():
+        add(blocks[index] for index in sorted(blocks))
+    if loops:
+        for iterations in iterations_of([node for node in layout.program.nodes if node.name not in values]):
+            add([(node, node.path) for node in nodes] for nodes in iterations)
     moved = {number: _end(axes, number) for number in axes}
     return Repeats(
-        values={name: other for name, other in values.items() if name != other},
+        values={name: values.get(other, other) for name, other in values.items()},
         axes={number: other for number, other in moved.items() if number != other},
     )
 
@@ -108,10 +116,11 @@ def _match(
         return None
     values: dict[str, str] = {}
     axes: dict[int, int] = {}
+    paired: set[tuple[int, int]] = set()
     for (one, one_path), (two, two_path) in zip(first, other, strict=True):
         if one_path != two_path or one.target is not two.target or one.outputs != two.outputs or one.context.grad != two.context.grad:
             return None
-        if _constants((one.args, dict(one.kwargs))) != _constants((two.args, dict(two.kwargs))):
+        if constants_of(one) != constants_of(two):
             return None
         pairs = [*zip(one.operands(), two.operands(), strict=True), (Ref(one.name), Ref(two.name))]
         for mine, theirs in pairs:
@@ -127,8 +136,10 @@ def _match(
         )
         for mine_axes, their_axes in tensors:
             for mine_axis, their_axis in zip(mine_axes, their_axes, strict=True):
-                if not _pair(mine_axis, their_axis, numbers, axes):
+                pair = id(mine_axis), id(their_axis)
+                if pair not in paired and not _pair(mine_axis, their_axis, numbers, axes):
                     return None
+                paired.add(pair)
         mapped = layout.mapped.get(one.name), layout.mapped.get(two.name)
         if mapped[0] is not None and mapped[1] is not None:
             for label, axis in mapped[0].labels.items():
@@ -156,14 +167,3 @@ def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numb
         if len({moved.get(number, number) for number in found}) != len(found):
             return True
     return False
-
-
-def _constants(value: object) -> object:
-    """Arguments without references."""
-    if isinstance(value, Ref):
-        return Ref
-    if isinstance(value, tuple | list):
-        return tuple(_constants(each) for each in value)
-    if isinstance(value, dict):
-        return tuple((key, _constants(each)) for key, each in value.items())
-    return value

@@ -53,7 +53,7 @@ def strategies_of(node: Node, layout: Layout, numbers: Numbers, cuts: Mapping[in
             axes = layout.values[source]
             yield Strategy(operands=(REPLICATED,), output=REPLICATED)
             yield Strategy(operands=(PARTIAL,), output=PARTIAL)
-            for cut in _touching((axis for each in axes for axis in each), numbers, cuts):
+            for cut in cuts_of((axis for each in axes for axis in each), numbers, cuts):
                 if not all(covers(each, cut, numbers) for each in axes) or not _is_reached(node, layout, numbers, [*itertools.chain(*axes)], cut):
                     continue
                 # The other tensors of the same node lie in parts too, whether or not this one does.
@@ -63,7 +63,7 @@ def strategies_of(node: Node, layout: Layout, numbers: Numbers, cuts: Mapping[in
     for partial in mapped.factors.linear:
         if partial:
             yield Strategy(operands=tuple(PARTIAL if place in partial else REPLICATED for place in range(count)), output=PARTIAL)
-    for cut in _touching(mapped.labels.values(), numbers, cuts):
+    for cut in cuts_of(mapped.labels.values(), numbers, cuts):
         strategy = _cut(node, mapped, layout, numbers, cut)
         if strategy is not None:
             yield strategy
@@ -73,12 +73,18 @@ def _is_pick(node: Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
 
 
-def _touching(axes: Iterable[Axis], numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
-    found: dict[Cut, None] = {}
-    for axis in axes:
-        for number in sorted(numbers.leaves(axis)):
-            found.update(dict.fromkeys(cuts.get(number, [])))
-    return list(found)
+def cuts_of(axes: Iterable[Axis], numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
+    """The cuts of some of these axes, of those that do the same to all of them the first.
+
+    An axis that all layers have may be cut together with one that each has for itself (the padding of its convolution): where only the first is, these are one cut.
+    """
+    numbers_there = dict.fromkeys(number for axis in axes for number in sorted(numbers.leaves(axis)))
+    found: dict[object, Cut] = {}
+    for number in numbers_there:
+        for cut in cuts.get(number, ()):
+            own = tuple(sorted((each, parts) for each, parts in cut.parts.items() if each in numbers_there))
+            found.setdefault((own, cut.times), cut)
+    return list(found.values())
 
 
 def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut) -> Strategy | None:

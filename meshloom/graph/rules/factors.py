@@ -122,6 +122,13 @@ class Factors:
     drawn: Dims | None = None
     local: Local | None = None
 
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """Equal for calls whose dims belong together alike; how the call changes does not count, but whether it does."""
+        sizes, talks = tuple(self.sizes.items()), tuple(self.talks.items())
+        sets = self.whole, self.sums, self.joins, self.entire, self.in_one_run, self.filled, self.added, self.linear
+        return self.operands, self.outputs, sizes, talks, *sets, self.routed, self.drawn, self.local is None
+
 
 def labels_in(term: Term) -> list[str]:
     """Every label of a term, in order.
