@@ -12,6 +12,7 @@ from meshloom.launch.transport import TRANSPORTS
 
 TRANSPORT_HELP = "what ranks on the CPU talk through: auto (shared memory where they share a host), or gloo (default: auto)"
 OVERSUBSCRIBE_HELP = f"allow more ranks than make sense: {PROCESSES_PER_CORE} processes per core, {MOST_SIMULATED} simulated ranks"
+CACHE_HELP = "where readings of losses are kept for later starts of the same job; off: nowhere (default: what MESHLOOM_CACHE says, else ~/.cache/meshloom/readings)"
 JSON_HELP = "write records as JSON lines to FILE; - is standard output"
 
 
@@ -79,6 +80,7 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         "--overwrite", action="store_true", default=None,
         help="begin anew although DIR holds an earlier run's checkpoints; they go once this run has saved its first",
     )  # fmt: skip
+    train.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
     train.add_argument("--timings", action="store_true", help="say at the end what each phase of the start and of the run took, in seconds")
     add_asynchronous(train)
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")

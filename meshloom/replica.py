@@ -38,6 +38,7 @@ from meshloom.exchange.nothing import Nothing
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.sparse import WithSparse
 from meshloom.exchange.zero import ZeroOne
+from meshloom.graph.stored import Stored
 from meshloom.job import Job, NamedParameters
 from meshloom.loss import as_sum
 from meshloom.mesh import Axis
@@ -116,12 +117,13 @@ class Replica:
     """A model on one rank, or what the rank holds of it, and how it takes part in a step.
 
     share: whether the replicas of a host may have one copy of the parameters, where their ranks can have memory in common.
+    stored: readings and choices of earlier runs, for the rank that reads.
     updates: whether it updates its parameters; a worker of an asynchronous run only computes `gradients`.
     """
 
     def __init__(
         self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
-        timings: Timings | None = None,
+        timings: Timings | None = None, stored: Stored | None = None,
     ) -> None:  # fmt: skip
         self.timings = timings or Timings()
         self.job = job
@@ -150,7 +152,7 @@ class Replica:
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
         self._tally = Tally(seat.device)
-        self.staged = Staged(job, plan, seat, dtype=dtype, timings=self.timings) if plan.reads else None
+        self.staged = Staged(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored) if plan.reads else None
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}  # what else is expected to have been handed over along them

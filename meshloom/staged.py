@@ -33,6 +33,7 @@ from meshloom.graph.nodes import Node
 from meshloom.graph.outside import Outside
 from meshloom.graph.pieces import place
 from meshloom.graph.stages import Stage
+from meshloom.graph.stored import Stored
 from meshloom.job import Job, LossFunction
 from meshloom.mesh import Axis
 from meshloom.pipeline.microbatches import Microbatches
@@ -57,7 +58,10 @@ class Staged:
     sent: axis -> what the steps so far are expected to have handed to each kind of operation along it, in bytes.
     """
 
-    def __init__(self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, timings: Timings | None = None) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
+        stored: Stored | None = None,
+    ) -> None:  # fmt: skip
         self.plan = plan
         self._timings = timings = timings or Timings()
         self.seat = seat
@@ -69,9 +73,9 @@ class Staged:
         self.division: Division | None = None
         if self.tp is not None:
             limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
-            self.division = Division(self.tp, rules=job.rules, placements=plan.tp_placements, timings=timings, **limits)
-        programs = LossPrograms(job, team, self.division, dtype=dtype, timings=timings)
-        self.staging = Staging(job, plan, programs, team, timings=timings)
+            self.division = Division(self.tp, rules=job.rules, placements=plan.tp_placements, timings=timings, stored=stored, **limits)
+        programs = LossPrograms(job, team, self.division, dtype=dtype, timings=timings, stored=stored)
+        self.staging = Staging(job, plan, programs, team, timings=timings, stored=stored)
         self.sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
         self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
         self.homes: Homes

@@ -17,6 +17,7 @@ import torch
 
 from meshloom.asynchronous.run import AsynchronousRun
 from meshloom.asynchronous.settings import DEFAULT_SNAPSHOT_EVERY, Settings
+from meshloom.cache import Cache
 from meshloom.comm.activity import Phase
 from meshloom.comm.record import Count
 from meshloom.comm.seat import Seat
@@ -26,8 +27,9 @@ from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostEr
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
 from meshloom.graph.precision import default_precision
+from meshloom.graph.stored import Stored
 from meshloom.job import Evaluate, Job
-from meshloom.launch import StopRequests, World, launched_plan, open_world, report_stop, tell
+from meshloom.launch import StopRequests, World, cache_directory, launched_plan, open_world, report_stop, tell
 from meshloom.mesh import Axis
 from meshloom.pipeline.recorder import Recorder
 from meshloom.plan import Plan
@@ -102,6 +104,7 @@ class Trainer:
         has no loop of one's own: `fit()` goes through it, and `asynchronous` has its model and its ages.
     recorded_shares: with shares=measured, the shares of an earlier run (its `shares.record`) instead of measurements: the same chunks once more.
     oversubscribe: whether simulated ranks may be more than make sense.
+    cache: directory in which readings of losses and choices are kept for later starts of the same job; auto: the user's cache; off: none.
     timings: what the start takes, as this process's first rank sees it, is added to them.
 
     Trainers of several threads take turns, from step to step, because all threads of a process draw from the same generators.
@@ -126,11 +129,12 @@ class Trainer:
         snapshot_every: int | None = None,
         recorded_shares: Record = (),
         oversubscribe: bool = False,
+        cache: str | Path = "auto",
         timings: Timings | None = None,
     ) -> None:
         self.timings = timings or Timings()
         check_arguments(
-            job, listener, circumstances, {"steps": steps, "snapshot_every": snapshot_every}, {"out": out, "resume": resume},
+            job, listener, circumstances, {"steps": steps, "snapshot_every": snapshot_every}, {"out": out, "resume": resume, "cache": cache},
             {"overwrite": overwrite, "share": share, "oversubscribe": oversubscribe}, {"devices": devices, "transport": transport}, dtype,
         )  # fmt: skip
         self.job = job
@@ -178,9 +182,12 @@ class Trainer:
                 self._stack = building.pop_all()
                 return
             building.callback(self._stop_requests.close)
+            warnings: list[str] = []
             for seat in self.world.local:
                 of_first = self.timings if seat is self.world.local[0] else None
-                self.replicas.append(Replica(job, self.plan, seat, dtype=dtype, share=share, timings=of_first))
+                stored = self._stored(cache) if seat.rank == 0 else None
+                warnings = stored.warnings if stored else warnings
+                self.replicas.append(Replica(job, self.plan, seat, dtype=dtype, share=share, timings=of_first, stored=stored))
             for replica in self.replicas:
                 building.callback(replica.close)
                 replica.stop_requests = self._stop_requests.received if self.out else None
@@ -199,10 +206,15 @@ class Trainer:
             copies = "; one copy of parameters and optimizer state for all replicas" if self.replicas[0].exchange.one_copy else ""
             summed = f"; replicas add up by {self.plan.algorithm}, on messages" if self.plan.algorithm else ""
             self._tell(lambda: self.listener.started(f"plan {self.plan} on {self.world.why}{copies}{summed}"))
-            for note in [*self.replicas[0].notes(), *self._idle()]:
+            for note in [*self.replicas[0].notes(), *self._idle(), *warnings]:
                 self._tell(lambda: self.listener.note(note))  # noqa: B023  (called at once)
             self._enter("between steps")
             self._stack = building.pop_all()
+
+    def _stored(self, cache: str | Path) -> Stored | None:
+        """For the rank that reads; in another precision than the job's own every reading is new."""
+        directory = cache_directory(str(cache)) if self._dtype is None else None
+        return Stored(Cache(directory), self.timings) if directory is not None else None
 
     def batches(self) -> Iterator[Batch]:
         """This process's share of every global batch that is left, in order.

@@ -64,6 +64,7 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with tempfile.TemporaryDirectory(prefix="meshloom-tests-") as directory:
         os.environ["TMPDIR"] = tempfile.tempdir = directory
         os.environ["HOME"] = str(kept)  # what was measured of this machine lies at home, and would decide how models are divided
+        os.environ["MESHLOOM_CACHE"] = "off"  # tests have nothing in common; who tests what is kept says where
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept / "torchinductor")  # torch makes one when it is first used
         yield
     tempfile.tempdir = previous

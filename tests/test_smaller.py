@@ -22,7 +22,7 @@ from meshloom.graph.program import Program
 from meshloom.graph.smaller import shrunk
 from meshloom.job import Job
 
-pytestmark = pytest.mark.usefixtures("silent_export")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 TOKENS, WIDTH = 160, 6
 Forward = Callable[["Model", Tensor], Tensor]

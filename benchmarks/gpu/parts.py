@@ -149,7 +149,7 @@ def _job(path: Path) -> ml.Job:
 
 def _trained(job: ml.Job, plan: str, device: str, *, steps: int, dtype: torch.dtype | None, **settings: Any) -> list[float]:
     """The losses."""
-    with ml.Trainer(job, plan, devices=device, steps=steps, dtype=dtype, listener=QUIET, **settings) as trainer:
+    with ml.Trainer(job, plan, devices=device, steps=steps, dtype=dtype, listener=QUIET, **settings, cache="off") as trainer:
         found = [trainer.step(batch) for batch in trainer.batches()]
         if "out" in settings:
             trainer.save()
@@ -172,7 +172,7 @@ def _verified(path: Path, device: str) -> Iterator[Row]:
 
 def _counted_peak(job: ml.Job, device: str) -> int:
     """Bytes, in the third step."""
-    with ml.Trainer(job, "dp=1", devices=device, steps=3, listener=QUIET) as trainer:
+    with ml.Trainer(job, "dp=1", devices=device, steps=3, listener=QUIET, cache="off") as trainer:
         for batch in trainer.batches():
             torch.cuda.reset_peak_memory_stats()
             trainer.step(batch)

@@ -83,7 +83,7 @@ def train(plan: str, steps: int, *, to_longest: bool) -> dict[str, Any]:
     notes: list[str] = []
     listener = Listener(started=lambda text: None, note=notes.append)
     seconds, tokens = [0.0] * steps, [0] * steps
-    with Trainer(make_job(steps, to_longest=to_longest), plan, devices="cpu", share=True, listener=listener) as trainer:
+    with Trainer(make_job(steps, to_longest=to_longest), plan, devices="cpu", share=True, listener=listener, cache="off") as trainer:
         for step, batch in enumerate(trainer.batches()):
             dist.barrier()
             started = time.perf_counter()

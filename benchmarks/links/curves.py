@@ -72,7 +72,7 @@ def _train(plan: str, slower: float) -> dict[str, Any]:
     listener = Listener(started=lambda text: None, note=lambda text: None, step=told)
     last = int(os.environ["RANK"]) == RANKS - 1
     job = slept(SECONDS_PER_SAMPLE * (slower if last else 1.0), STEPS)
-    with ml.Trainer(job, plan, devices="cpu", transport="gloo", listener=listener) as trainer:
+    with ml.Trainer(job, plan, devices="cpu", transport="gloo", listener=listener, cache="off") as trainer:
         began = time.monotonic()
         summary = trainer.fit()
     return {"seconds": seconds, "losses": losses, "accuracy": summary.evaluation["accuracy"]}

@@ -33,7 +33,7 @@ def run_on_hosts(hosts: Sequence[Host], job: ml.Job, plan: str) -> dict[str, Any
 
 def _run(job: ml.Job, plan: str, hosts: Sequence[Host]) -> dict[str, Any]:
     host = hosts[int(os.environ["RANK"])]
-    with Trainer(job, plan, devices="cpu", transport="gloo", timeout_seconds=120.0, listener=QUIET) as trainer:
+    with Trainer(job, plan, devices="cpu", transport="gloo", timeout_seconds=120.0, listener=QUIET, cache="off") as trainer:
         seconds: list[float] = []
         before, wire = _spent(trainer), host.counted()
         for batch in trainer.batches():

@@ -83,7 +83,10 @@ def measure(plan: str, batch_size: int, length: int, directory: Path) -> None:
         return TensorDataset(tokens[:, : length + 1])
 
     job = ml.Job(model=make_model, loss=loss, optimizer=optimizer, data=data, batch_size=batch_size, steps=2, shuffle=False)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, ml.Trainer(job, plan, devices="cpu", share=True) as trainer:
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
+        ml.Trainer(job, plan, devices="cpu", share=True, cache="off") as trainer,
+    ):
         with record_function(OPENED):
             rank = trainer.replicas[0].seat.rank
         for batch in trainer.batches():

@@ -33,7 +33,7 @@ def kept_bytes(names: Sequence[str], microbatches: Sequence[int], num_ranks: int
         for number in microbatches:
             data = lambda number=number: make_data(2 * number)  # noqa: E731
             job = ml.Job(model=make_model, loss=loss, optimizer=make_optimizer, data=data, batch_size=number, steps=2, shuffle=False)
-            with ml.Trainer(job, f"pp={num_ranks},microbatches={number},schedule={name}", devices="simulated") as trainer:
+            with ml.Trainer(job, f"pp={num_ranks},microbatches={number},schedule={name}", devices="simulated", cache="off") as trainer:
                 batches = trainer.batches()
                 trainer.step(next(batches))
                 watches = [Kept(replica.model.parameters()) for replica in trainer.replicas]

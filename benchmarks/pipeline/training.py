@@ -97,7 +97,7 @@ def open_meshloom(name: str, num_microbatches: int, num_steps: int, watch: Watch
     """The job as its documentation says, stepped by hand."""
     data = lambda: make_data(BATCH * num_steps)  # noqa: E731
     job = ml.Job(model=make_model, loss=loss, optimizer=make_optimizer, data=data, batch_size=BATCH, steps=num_steps, shuffle=False)
-    trainer = stack.enter_context(ml.Trainer(job, f"pp={RANKS},microbatches={num_microbatches},schedule={name}", devices="cpu"))
+    trainer = stack.enter_context(ml.Trainer(job, f"pp={RANKS},microbatches={num_microbatches},schedule={name}", devices="cpu", cache="off"))
     listen(trainer.replicas[0], watch)
     batches = trainer.batches()
     stack.callback(batches.close)

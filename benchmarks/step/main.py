@@ -202,7 +202,7 @@ def open_meshloom(plan: str, training: Training, stack: ExitStack) -> Prepare:
         steps=training.steps,
         shuffle=False,
     )
-    trainer = stack.enter_context(ml.Trainer(job, plan, devices="cpu", share=True))  # as `meshloom train` does
+    trainer = stack.enter_context(ml.Trainer(job, plan, devices="cpu", share=True, cache="off"))  # as `meshloom train` does
     batches = trainer.batches()
     stack.callback(batches.close)
 

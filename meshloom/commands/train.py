@@ -55,6 +55,7 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
         listener=listener,
         circumstances=circumstances_of(arguments),
         snapshot_every=arguments.snapshot_every,
+        cache=arguments.cache,
         timings=timings,
     ) as trainer:
         if trainer.world.main:

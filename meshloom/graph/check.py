@@ -91,6 +91,20 @@ def check_against_module(
     return replace(worst, telling=finite and all(moved.values()))
 
 
+def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> None:
+    """The same of one forward alone: what the loss returns, and buffers. For a program that was compared before."""
+    limit = _tolerance(program)
+    with one_thread(), _as_it_was(model), preserved_draws(), default_precision(program.precision):
+        mirror = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        batch, seed = in_precision(batch, program.precision), derive("check", 0)
+        draws = any(node.num_draws for node in program.nodes)
+        expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
+        found = _program(program, dict(model.named_parameters()), mirror, batch, seed, backward=False)
+    difference = _difference(found, expected)
+    if not difference.error <= limit:
+        raise CaptureError(f"{difference.what} of its forward differs from eager's by {difference.error:.1e} (limit {limit:.0e}).")
+
+
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Gradients, buffers and plain attributes are afterwards what they were, and no gradients are there meanwhile."""
@@ -115,20 +129,24 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool) -> _Ran:
+def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool, backward: bool = True) -> _Ran:
     """Plain eager where nothing is drawn: composite operators cast less under autocast when a mode watches what they are made of."""
     seed_everything(seed)
     with _taking_gradients(dict(model.named_parameters())) as gradients, KeyedDraws() if keyed else nullcontext():
         outputs = tree_leaves(loss(model, _cloned(batch)))
-        _backward(outputs)  # checkpointed blocks draw again in it
+        if backward:
+            _backward(outputs)  # checkpointed blocks draw again in it
     return _Ran(_detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 
 
-def _program(program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, seed: int) -> _Ran:
+def _program(
+    program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Any, seed: int, *, backward: bool = True
+) -> _Ran:
     seed_everything(seed)
     with _taking_gradients(parameters) as gradients:
         outputs = tree_leaves(program.run(parameters, buffers, batch))
-        _backward(outputs)
+        if backward:
+            _backward(outputs)
     return _Ran(_detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in buffers.items()})
 
 

@@ -30,6 +30,8 @@ from meshloom.graph.partition import Partition, Routed, partition
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import rules_with
+from meshloom.graph.stored import Stored
+from meshloom.graph.stored_choices import divided_before
 from meshloom.timings import Timings
 
 
@@ -50,8 +52,11 @@ class Division:
         memory_bytes: float | None = None,
         num_stages: int = 1,
         timings: Timings | None = None,
+        stored: Stored | None = None,
     ) -> None:
         self._num_stages = num_stages
+        self._stored = stored
+        self._rules_given = rules or {}
         self._timings = timings or Timings()
         self._group = group
         self._given = rates
@@ -88,8 +93,15 @@ class Division:
             limit = self._memory_bytes * self._num_stages if self._memory_bytes and held is None else None
             weighed = layout_of(priced, self._rules) if priced else layout
             self.rates = self._given or rates_for(weighed, self._group.size)
+            rates, stored = self.rates, self._stored if held is None and priced is None else None
+
+            def choose_here() -> Choice:
+                return choose(weighed, self._group.size, rates, held=held, placements=self._placements, memory_bytes=limit)
+
             try:
-                return choose(weighed, self._group.size, self.rates, held=held, placements=self._placements, memory_bytes=limit)
+                return divided_before(
+                    stored, weighed, self._group.size, rates, choose_here, rules=self._rules_given, placements=self._placements, memory_bytes=limit
+                )
             except PlanError as error:
                 if limit is None or self._num_stages == 1:
                     raise

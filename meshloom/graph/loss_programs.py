@@ -24,6 +24,7 @@ from meshloom.graph.pieces import Pieces
 from meshloom.graph.precision import default_precision
 from meshloom.graph.program import Program
 from meshloom.graph.programs import Programs
+from meshloom.graph.stored import Stored
 from meshloom.graph.unlifted import unlifted
 from meshloom.job import Job, LossFunction
 from meshloom.timings import Timings
@@ -52,9 +53,11 @@ class LossPrograms:
     """
 
     def __init__(
-        self, job: Job, team: Group, division: Division | None = None, *, dtype: torch.dtype | None = None, timings: Timings | None = None
-    ) -> None:
+        self, job: Job, team: Group, division: Division | None = None, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
+        stored: Stored | None = None,
+    ) -> None:  # fmt: skip
         self.division = division
+        self._stored = stored
         self._timings = timings or Timings()
         self._job = job
         self._team = team
@@ -166,7 +169,7 @@ class LossPrograms:
 
     def _reader(self, loss: LossFunction) -> Programs:
         if loss not in self._readers:
-            self._readers[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype, timings=self._timings)
+            self._readers[loss] = Programs(replace(self._job, loss=loss), dtype=self._dtype, timings=self._timings, stored=self._stored)
         return self._readers[loss]
 
     def _take(self, program: Program, loss: LossFunction, training: bool, group: Group, own: Program | None = None) -> Steps[Shapes]:

@@ -88,17 +88,17 @@ class Outside:
                 continue
             self._paths[id(module)] = path
             if is_users(code.co_filename):
-                self._walk(type(module).forward, type(module).__name__, None, _reads(code), 0, own=module)
+                self._walk(type(module).forward, type(module).__name__, None, reads_of(code), 0, own=module)
             else:
-                self._note_attributes(module, _reads(code))
+                self._note_attributes(module, reads_of(code))
 
-    def _note_attributes(self, module: nn.Module, reads: _Reads) -> None:
+    def _note_attributes(self, module: nn.Module, reads: Reads) -> None:
         path, attributes = self._paths.get(id(module), type(module).__name__), vars(module)
         for name in reads.attributes:
             if name != "training" and name in attributes and _is_plain(attributes[name]):
                 self._note(attributes[name], f"{path}.{name}" if path else name, partial(attributes.get, name))
 
-    def _walk(self, value: Any, name: str, read: Callable[[], Any] | None, reads: _Reads, depth: int, own: Any = None) -> None:
+    def _walk(self, value: Any, name: str, read: Callable[[], Any] | None, reads: Reads, depth: int, own: Any = None) -> None:
         """value: found at `name` by `read` (None: it cannot be replaced), in code that `reads`. own: what a method is of."""
         if _is_plain(value) or isinstance(value, Tensor | numpy.ndarray):
             if read is not None or not _is_plain(value):
@@ -137,7 +137,7 @@ class Outside:
         code = function.__code__
         if not is_users(code.co_filename):
             return
-        reads = _reads(code)
+        reads = reads_of(code)
         for name in reads.names:
             if name in function.__globals__:
                 found = function.__globals__[name]
@@ -159,7 +159,7 @@ class Outside:
             self._note_attributes(own, reads)
             self._walk_methods(own, reads, depth)
 
-    def _walk_object(self, value: Any, name: str, reads: _Reads, depth: int) -> None:
+    def _walk_object(self, value: Any, name: str, reads: Reads, depth: int) -> None:
         kind = value if isinstance(value, type) else type(value)
         if not _is_users_class(kind):
             return
@@ -170,12 +170,12 @@ class Outside:
                     self._note(found, f"{name}.{attribute}", partial(getattr, value, attribute, None))
             self._walk_methods(value, reads, depth)
 
-    def _walk_attributes(self, attributes: Mapping[str, Any], owner: Any, name: str, reads: _Reads, depth: int) -> None:
+    def _walk_attributes(self, attributes: Mapping[str, Any], owner: Any, name: str, reads: Reads, depth: int) -> None:
         for attribute in reads.attributes:
             if attribute in attributes:
                 self._walk(attributes[attribute], f"{name}.{attribute}", partial(getattr, owner, attribute, None), reads, depth + 1)
 
-    def _walk_methods(self, value: Any, reads: _Reads, depth: int) -> None:
+    def _walk_methods(self, value: Any, reads: Reads, depth: int) -> None:
         for attribute in (*reads.attributes, "__call__"):
             found = inspect.getattr_static(type(value), attribute, None)
             found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
@@ -200,7 +200,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Reads:
+class Reads:
     """What a piece of code loads, with the functions written in it.
 
     names: globals. cells: of closures. constants, stored: texts in it, and those under which it only puts something into a dict.
@@ -213,11 +213,11 @@ class _Reads:
     stored: frozenset[str] = frozenset()
 
 
-_NOTHING = _Reads()
+_NOTHING = Reads()
 
 
 @lru_cache(maxsize=1024)
-def _reads(code: CodeType) -> _Reads:
+def reads_of(code: CodeType) -> Reads:
     names: dict[str, None] = {}
     cells: dict[str, None] = {}
     attributes: dict[str, None] = {}
@@ -235,16 +235,16 @@ def _reads(code: CodeType) -> _Reads:
             (stored if following is not None and following.opname == "STORE_SUBSCR" else constants).add(each.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            inner = _reads(constant)
+            inner = reads_of(constant)
             names |= dict.fromkeys(inner.names)
             cells |= dict.fromkeys(inner.cells)
             attributes |= dict.fromkeys(inner.attributes)
             constants |= inner.constants
             stored |= inner.stored
-    return _Reads(tuple(names), tuple(cells), tuple(attributes), frozenset(constants), frozenset(stored))
+    return Reads(tuple(names), tuple(cells), tuple(attributes), frozenset(constants), frozenset(stored))
 
 
-def _check_no_iterator(name: str, found: Any, reads: _Reads) -> None:
+def _check_no_iterator(name: str, found: Any, reads: Reads) -> None:
     if "next" in reads.names and isinstance(found, Iterator):
         raise CaptureError(
             f"The loss takes what comes next from {name}, a {type(found).__name__}; a program would keep what it took when it was read. "

@@ -19,7 +19,7 @@ from meshloom.errors import CaptureError, MeshloomError
 from meshloom.graph.any_size import AnySize, Proofs
 from meshloom.graph.batch_values import fits, refused_value, takes_numbers, with_other_numbers
 from meshloom.graph.capture import capture, capture_module
-from meshloom.graph.check import check_against_module
+from meshloom.graph.check import check_against_module, check_forward
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.lines import WAY_OUT, describe_line, line_of_error
 from meshloom.graph.outside import Outside
@@ -27,7 +27,8 @@ from meshloom.graph.precision import build_model, default_precision
 from meshloom.graph.program import Program
 from meshloom.graph.reading import one_thread
 from meshloom.graph.resized import resized
-from meshloom.graph.smaller import is_large, smaller
+from meshloom.graph.smaller import Smaller, is_large, smaller
+from meshloom.graph.stored import Entry, Stored
 from meshloom.graph.transfer import pack, unpack
 from meshloom.job import Job
 from meshloom.timings import Timings
@@ -41,8 +42,10 @@ MOST_SHAPES = 64  # of batches, in one mode, for each of which the loss is read
 class Programs:
     """Programs by (training or evaluation, shapes of the batch), and by what else the batch holds where a loss looks at it."""
 
-    def __init__(self, job: Job, *, dtype: torch.dtype | None = None, timings: Timings | None = None) -> None:
+    def __init__(self, job: Job, *, dtype: torch.dtype | None = None, timings: Timings | None = None, stored: Stored | None = None) -> None:
         self._job = job
+        self._stored = stored
+        self._shown: dict[str, Smaller] = {}  # digest of a program -> what it was compared as
         self._timings = timings or Timings()
         self._dtype = dtype
         self._known: dict[Key, list[Program]] = {}
@@ -82,6 +85,14 @@ class Programs:
             program = resized(compared, self._job, read, lambda model, batches: self._capture(batches, training, model, numbers=True))
             if program is not None:
                 return program
+        entry: Entry | None = None
+        if compared is None and self._stored is not None:
+            with self._timings.of("looking at what was kept"), one_thread():
+                model = model or self._model_for(training, read[0])
+                entry = self._stored.entry(model, self._job.loss, leaves_of(read[0]), kind=f"{training} {self._dtype} {self._default}")
+                program = self._take(entry, model, fresh[-1], training) if entry else None
+            if program is not None:
+                return program
         program = self._capture(read, training, model, numbers=True)
         outside = Outside(self._job.loss)  # what the first readings set up is no harm
         try:
@@ -92,7 +103,23 @@ class Programs:
                 raise
             program = self._compared(whole, read, fresh, training, model)
         outside.check_read()
+        if entry is not None and self._stored is not None:
+            self._stored.keep(entry, program, self._shown.get(program.digest()))
         return program
+
+    def _take(self, entry: Entry, model: nn.Module, batch: Any, training: bool) -> Program | None:
+        """What an earlier run has read and compared, if its forward is still eager's: at the smaller sizes at which it was compared, if it was."""
+        assert self._stored is not None
+
+        def check(program: Program, small: Smaller | None) -> None:
+            at = small.batch(batch) if small else batch
+            with _all_cores() if not small and is_large(program) else nullcontext():
+                check_forward(small.program if small else program, model, self._job.loss, at)
+
+        return self._stored.take(entry, model, leaves_of(batch), training=training, check=check)
+
+    def _model_for(self, training: bool, batch: Any) -> nn.Module:
+        return build_model(self._job, self._dtype, training=training, beside=batch)
 
     def _compared(self, program: Program, read: tuple[Any, Any], fresh: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
         """The program, or one for these numbers alone, which is what eager is."""
@@ -121,7 +148,7 @@ class Programs:
         if values:
             batches = [with_other_numbers(leaves_of(each), program.others, values, moved=moved and number > 0) for number, each in enumerate(batches)]
         with self._timings.of("comparing with eager"), one_thread():
-            there = model or build_model(self._job, program.precision, training=program.training, beside=batches[0])
+            there = model or self._model_for(program.training, batches[0])
             if not self._compare_smaller(program, batches, there):
                 with _all_cores() if is_large(program) else nullcontext():
                     check_against_module(program, there, self._job.loss, batches)
@@ -137,9 +164,12 @@ class Programs:
         if found is None:
             return False
         try:
-            return check_against_module(found.program, model, self._job.loss, [found.batch(each) for each in batches]).telling
+            telling = check_against_module(found.program, model, self._job.loss, [found.batch(each) for each in batches]).telling
         except Exception:
             return False
+        if telling:
+            self._shown[program.digest()] = found
+        return telling
 
     def read_any(self, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None) -> Program:
         """As `read`, with the first of these batches that the loss can compute: what made-up ones do to its own code is no fault of the job's."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from meshloom.comm.cores import cores
 from meshloom.launch.devices import DEVICES, Kind, check_ranks, choose_devices, choose_for_workers, default_ranks
-from meshloom.launch.environment import is_first_rank, is_rank, launched_plan, launched_role, launching_seconds
+from meshloom.launch.environment import cache_directory, is_first_rank, is_rank, launched_plan, launched_role, launching_seconds
 from meshloom.launch.failure import leave, report_failure, report_stop
 from meshloom.launch.launcher import run_ranks
 from meshloom.launch.opening import check_timeout, open_world
@@ -43,6 +43,7 @@ __all__ = [
     "LocalRank",
     "StopRequests",
     "World",
+    "cache_directory",
     "check_ranks",
     "check_timeout",
     "choose_devices",

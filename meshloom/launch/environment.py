@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -87,6 +88,17 @@ def activity_descriptor() -> int | None:
     """The file of one page in which our launcher reads what this rank is doing; None if there is none."""
     descriptor = os.environ.get("MESHLOOM_ACTIVITY_FD")
     return None if descriptor is None else int(descriptor)
+
+
+def cache_directory(said: str) -> Path | None:
+    """Where readings and choices are kept for later runs. said: auto (what the environment says, else the user's cache), off, or a directory; None: nowhere."""
+    wanted = os.environ.get("MESHLOOM_CACHE", "auto") if said == "auto" else said
+    if wanted == "off":
+        return None
+    if wanted != "auto":
+        return Path(wanted).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "meshloom" / "readings"
 
 
 def launching_seconds() -> float:

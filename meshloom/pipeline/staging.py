@@ -33,6 +33,8 @@ from meshloom.graph.rates import Rates, rates_here
 from meshloom.graph.recompute import kept_values
 from meshloom.graph.rows import place_rows, rows_here, take_rows
 from meshloom.graph.stages import Stage, cut_into_stages, users_of
+from meshloom.graph.stored import Stored
+from meshloom.graph.stored_choices import cut_before, kept_before
 from meshloom.graph.symbolic import Sizes
 from meshloom.job import Job, LossFunction
 from meshloom.pipeline.cutting import choose_stages, schedule_of
@@ -58,9 +60,11 @@ class Staging:
     """The stages of `job`'s loss under `plan`, as a rank with `programs` runs them. rates: default: of the machine of the rank that chooses."""
 
     def __init__(
-        self, job: Job, plan: Plan, programs: LossPrograms, team: Group, *, rates: Rates | None = None, timings: Timings | None = None
-    ) -> None:
+        self, job: Job, plan: Plan, programs: LossPrograms, team: Group, *, rates: Rates | None = None, timings: Timings | None = None,
+        stored: Stored | None = None,
+    ) -> None:  # fmt: skip
         self.programs = programs
+        self._stored = stored
         self._timings = timings or Timings()
         self.others: Mapping[str, str | None] = {}  # of the first program: what besides tensors it is for
         self.choice: CutChoice | None = None  # of the first program, on the rank that chose
@@ -189,9 +193,7 @@ class Staging:
         if self._plan.recompute != "none" and whole.training:
             # One rank decides, by its rates; ranks of a team have to run the same again.
             with self._timings.of("choosing what to keep"):
-                decided = yield from on_first(
-                    group, lambda: sorted(kept_values(weighed, priced, self._plan.recompute, self._rates_here(weighed))), PlanError
-                )
+                decided = yield from on_first(group, lambda: self._kept(weighed, priced), PlanError)
             kept = frozenset((yield from share(group, decided)))
         return _Decided(program=whole, stage_of={node.name: number for node, number in zip(whole.nodes, numbers, strict=True)}, kept=kept)
 
@@ -199,10 +201,23 @@ class Staging:
         self.rates = self.rates or rates_here(whole.device.type, self._plan.pp)
         return self.rates
 
-    def _choose(self, whole: Program) -> tuple[CutChoice, Mapping[str, Cost]]:
-        with self._timings.of("prices"):
-            priced = costs(whole)
-        return choose_stages(whole, priced, self._plan, self._rates_here(whole), self.sizes, self._homes), priced
+    def _choose(self, whole: Program) -> tuple[CutChoice, Mapping[str, Cost] | None]:
+        """And the costs, if they were needed."""
+        rates = self._rates_here(whole)
+        priced: Mapping[str, Cost] | None = None
+
+        def choose() -> CutChoice:
+            nonlocal priced
+            with self._timings.of("prices"):
+                priced = costs(whole)
+            return choose_stages(whole, priced, self._plan, rates, self.sizes, self._homes)
+
+        stored = self._stored if self._homes is None else None
+        return cut_before(stored, whole, rates, choose, plan=self._plan, sizes=self.sizes), priced
+
+    def _kept(self, whole: Program, priced: Mapping[str, Cost] | None) -> list[str]:
+        rates, mode = self._rates_here(whole), self._plan.recompute
+        return kept_before(self._stored, whole, rates, lambda: sorted(kept_values(whole, priced, mode, rates)), mode=mode)
 
 
 def stages_of_part(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, Routed], num_stages: int) -> tuple[Stage, ...]:

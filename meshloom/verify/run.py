@@ -59,7 +59,7 @@ def verify(
     quiet = Listener(started=lambda text: None)  # the report says it
     with working_alone(), Trainer(
         replace(job, evaluate=None), keyed, devices=devices, steps=steps, timeout_seconds=timeout_seconds, transport=transport, dtype=dtype, share=True, listener=quiet,
-        recorded_shares=recorded, oversubscribe=oversubscribe,
+        recorded_shares=recorded, oversubscribe=oversubscribe, cache="off",
     ) as trainer:  # fmt: skip
         check_dense_buffers(trainer.replicas[0].model, "only dense buffers are compared")
         owned = trainer.together(_owned)[0]

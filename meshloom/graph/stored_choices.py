@@ -1,0 +1,82 @@
+"""How a program was divided and cut in an earlier run, where the program, the plan and the rates are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from meshloom.graph.choose import Choice, choice_of_numbers, digest_of_choice, numbers_of_choice
+from meshloom.graph.cut import CutChoice
+from meshloom.graph.intervals import StageCost
+from meshloom.graph.layout import Layout
+from meshloom.graph.program import Program
+from meshloom.graph.rates import Rates
+from meshloom.graph.stored import Stored
+
+
+def divided_before(
+    stored: Stored | None,
+    layout: Layout,
+    num_ranks: int,
+    rates: Rates,
+    choose: Callable[[], Choice],
+    *,
+    rules: Mapping[str, str],
+    placements: Mapping[str, str] | None,
+    memory_bytes: float | None,
+) -> Choice:
+    """What `choose` gives, which is kept; rules, placements, memory_bytes: what it depends on besides."""
+    if stored is None:
+        return choose()
+    parts = {"ranks": num_ranks, "rates": rates, "rules": sorted(rules.items()), "placements": placements, "memory": memory_bytes}
+    known = stored.choice("division", layout.program, parts)
+    if known is not None:
+        try:
+            made = choice_of_numbers(layout, num_ranks, known["numbers"], placements=placements)
+        except (IndexError, ValueError, KeyError, TypeError):  # not ours, however it came to have this name
+            made = None
+        if made is not None and digest_of_choice(made) == known.get("digest"):
+            return replace(made, seconds=known["seconds"], is_proved=known["proved"])
+    choice = choose()
+    numbers = {"numbers": numbers_of_choice(choice), "digest": digest_of_choice(choice), "seconds": choice.seconds, "proved": choice.is_proved}
+    stored.keep_choice("division", layout.program, parts, numbers)
+    return choice
+
+
+def cut_before(
+    stored: Stored | None, program: Program, rates: Rates, choose: Callable[[], CutChoice], *, plan: Any, sizes: Sequence[int]
+) -> CutChoice:
+    """What `choose` gives, which is kept; plan, sizes: what it depends on besides."""
+    if stored is None:
+        return choose()
+    parts = {"plan": str(plan), "rates": rates, "sizes": tuple(sizes)}
+    known = stored.choice("cut", program, parts)
+    if known is not None:
+        try:
+            numbers = dict(zip((node.name for node in program.nodes), known["stage_of"], strict=True))
+            return CutChoice(stage_of=numbers, stages=tuple(StageCost(**each) for each in known["stages"]), rank_bytes=tuple(known["rank_bytes"]))
+        except (ValueError, KeyError, TypeError):
+            pass
+    choice = choose()
+    found = {
+        "stage_of": [choice.stage_of[node.name] for node in program.nodes],
+        "stages": [asdict(each) for each in choice.stages],
+        "rank_bytes": choice.rank_bytes,
+    }
+    stored.keep_choice("cut", program, parts, found)
+    return choice
+
+
+def kept_before(stored: Stored | None, program: Program, rates: Rates, choose: Callable[[], list[str]], *, mode: str) -> list[str]:
+    """The same of the values that are kept for the backward. mode: of recomputation."""
+    if stored is None:
+        return choose()
+    parts = {"mode": mode, "rates": rates}
+    known = stored.choice("kept", program, parts)
+    names = {value for node in program.nodes for value in (node.name,)}
+    if isinstance(known, list) and all(isinstance(each, str) and each.removesuffix(":") in names for each in known):
+        return known
+    found = choose()
+    stored.keep_choice("kept", program, parts, found)
+    return found

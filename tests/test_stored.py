@@ -1,0 +1,270 @@
+"""A reading of an earlier run is used where the job is the same in all that reading depends on; whatever differs, it is read anew, and says what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshloom.cache import Cache
+from meshloom.graph import programs as module
+from meshloom.graph import smaller as rules
+from meshloom.graph import stored as stored_module
+from meshloom.graph.programs import Programs
+from meshloom.graph.stored import Stored
+from meshloom.job import Job
+from meshloom.timings import Timings
+from meshloom.trainer import Trainer
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+WIDTH = 6
+WEIGHTS = {"main": [1.0] * 100}  # more than are compared in every step
+
+
+class Block(nn.Module):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), scale
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x)) * self.scale + self.shift
+
+
+def model() -> nn.Module:
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 3))
+
+
+def loss_of(factor: float) -> Any:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"]) * factor * WEIGHTS["main"][99]
+
+    return loss
+
+
+def other_loss_of(factor: float) -> Any:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"], label_smoothing=0.1) * factor * WEIGHTS["main"][99]
+
+    loss.__qualname__ = "loss_of.<locals>.loss"
+    return loss
+
+
+class Samples:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        drawn = torch.Generator().manual_seed(number)
+        return {"x": torch.randn(WIDTH, generator=drawn), "y": torch.randint(0, 3, (), generator=drawn)}
+
+
+def job_of(make: Callable[[], nn.Module] = model, loss: Any = None) -> Job:
+    return Job(
+        model=make, loss=loss or loss_of(1.0), optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=Samples,
+        batch_size=4, steps=2,
+    )  # fmt: skip
+
+
+def batches(samples: int = 4) -> list[Any]:
+    return [torch.utils.data.default_collate([Samples()[first + each] for each in range(samples)]) for first in (0, 4)]
+
+
+class Runs:
+    """Readings that keep what they read in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.notes: list[str] = []
+
+    def read(self, job: Job | None = None, given: list[Any] | None = None) -> bool:
+        """Whether the loss was read, and not taken from an earlier run. What it gives is in both cases the program that a reading gives."""
+        timings, job, given = Timings(), job or job_of(), given or batches()
+        program = Programs(job, stored=Stored(Cache(self.directory), timings), timings=timings).read(given)
+        assert program.digest() == Programs(job).read(given).digest()
+        self.notes = timings.notes
+        return "reading" in timings.seconds
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    found = Runs(tmp_path / "kept")
+    assert found.read()
+    assert found.notes == ["The loss was read anew: no earlier run has kept it."]
+    return found
+
+
+def test_the_same_job_is_read_once(runs: Runs):
+    assert not runs.read()
+    assert runs.notes == ["The loss is what an earlier run has read."]
+
+
+def scaled() -> nn.Module:
+    made: Any = model()
+    made[1].scale = 2.0
+    return made
+
+
+def shifted() -> nn.Module:
+    made: Any = model()
+    made[0].shift += 1.0
+    return made
+
+
+def frozen() -> nn.Module:
+    made: Any = model()
+    made[0].linear.weight.requires_grad_(False)
+    return made
+
+
+def tied() -> nn.Module:
+    made: Any = model()
+    made[1].linear.weight = made[0].linear.weight
+    return made
+
+
+def hooked() -> nn.Module:
+    made: Any = model()
+    made[1].register_forward_hook(lambda module, inputs, output: output * 3)
+    return made
+
+
+def patched() -> nn.Module:
+    """The forward of an installed package's class, replaced on one module."""
+    made: Any = model()
+    made[2].forward = lambda x: F.linear(x, made[2].weight)
+    return made
+
+
+@pytest.mark.parametrize("make", [scaled, shifted, frozen, tied, hooked, patched])
+def test_another_model_is_read_anew(make: Callable[[], nn.Module], runs: Runs):
+    assert runs.read(job_of(make))
+    assert runs.notes == [f"The loss was read anew: changed since an earlier run: {'values of buffers' if make is shifted else 'model'}."]
+    assert not runs.read(job_of(make)) and not runs.read()  # both are kept
+
+
+def test_another_loss_is_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    """Another source, another value in its closure, and one in a global list that is too long to be compared in every step."""
+    assert runs.read(job_of(loss=other_loss_of(1.0)))
+    assert runs.notes == ["The loss was read anew: changed since an earlier run: loss."]
+    assert runs.read(job_of(loss=loss_of(2.0)))
+    monkeypatch.setitem(WEIGHTS, "main", [1.0] * 99 + [5.0])
+    assert runs.read()
+    assert runs.notes == ["The loss was read anew: changed since an earlier run: loss."]
+
+
+def test_other_versions_settings_and_shapes_are_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.__version__", "9.9.9")
+        assert runs.read()
+        assert runs.notes == ["The loss was read anew: changed since an earlier run: versions."]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert runs.read()
+        assert runs.notes[0].endswith("settings of torch.")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert runs.read(given=batches(samples=3))
+
+
+def test_source_of_a_module_of_the_users_counts(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "helpers_of_mine.py").write_text("RATE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import importlib
+    import sys
+
+    importlib.import_module("helpers_of_mine")
+    try:
+        assert runs.read() and runs.notes == ["The loss was read anew: changed since an earlier run: source files."]
+        assert not runs.read()
+        (tmp_path / "helpers_of_mine.py").write_text("RATE = 2\n")
+        assert runs.read() and runs.notes == ["The loss was read anew: changed since an earlier run: source files."]
+    finally:
+        del sys.modules["helpers_of_mine"]
+
+
+def test_what_has_no_digest_is_not_kept(runs: Runs):
+    """A lock in the model: nobody can tell whether another run's is the same."""
+
+    def locked() -> nn.Module:
+        made: Any = model()
+        made[1].lock = threading.Lock()
+        return made
+
+    for _ in range(2):
+        assert runs.read(job_of(locked))
+        assert runs.notes == ["The reading is not kept: 1.lock, a lock, has no digest."]
+
+
+def test_a_file_that_is_damaged_is_read_anew_with_one_sentence(runs: Runs):
+    (path,) = runs.directory.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert runs.read()
+    assert len(runs.notes) == 1 and "is not believed" in runs.notes[0]
+    assert not runs.read()
+
+
+def test_a_reading_that_is_not_eagers_is_refused_even_if_its_digests_are_equal(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    """The fault is planted in what tells readings apart: it sees no difference. Other numbers show in a forward, other parameters before that."""
+    monkeypatch.setattr(stored_module, "parts_of_reading", lambda *_, **__: {"nothing": ""})
+    assert runs.read()
+    assert runs.read(job_of(loss=loss_of(2.0)))
+    assert "What an earlier run read is not used: the loss of its forward differs from eager's" in runs.notes[0]
+    wider: Callable[[], nn.Module] = lambda: nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))  # noqa: E731
+    assert runs.read(job_of(wider))
+    assert "2.weight is another one in the model" in runs.notes[0]
+
+
+def test_a_large_program_is_looked_at_as_small_as_it_was_compared(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+    check = module.check_forward
+
+    def noted(program: Any, model: Any, loss: Any, batch: Any) -> None:
+        sizes.append(len(batch["x"]))
+        check(program, model, loss, batch)
+
+    monkeypatch.setattr(module, "check_forward", noted)
+    monkeypatch.setattr(rules, "WORTH", 0)
+    many = [{name: each.repeat(40, *[1] * (each.ndim - 1)) for name, each in batch.items()} for batch in batches()]
+    assert runs.read(given=many)
+    assert not runs.read(given=many)
+    assert sizes == [32] and len(many[0]["x"]) == 160
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2", "pp=2,tp=2,microbatches=2,recompute=selective"])
+def test_a_second_start_reads_and_chooses_nothing_and_trains_to_the_same_bits(plan: str, tmp_path: Path):
+    def train(cache: str | Path) -> tuple[dict[str, Tensor], Timings]:
+        timings = Timings()
+        with Trainer(job_of(), plan, devices="simulated", cache=cache, timings=timings) as trainer:
+            trainer.fit()
+            weights = [{name: each.clone() for name, each in replica.model.state_dict().items() if not each.is_meta} for replica in trainer.replicas]
+            return {f"{number}.{name}": each for number, found in enumerate(weights) for name, each in found.items()}, timings
+
+    never, _ = train("off")
+    first, anew = train(tmp_path / "kept")
+    second, taken = train(tmp_path / "kept")
+    assert "reading" in anew.seconds and "reading" not in taken.seconds and "prices" not in taken.seconds
+    assert taken.notes == ["The loss is what an earlier run has read."]
+    assert never.keys() == first.keys() == second.keys()
+    assert all(torch.equal(never[name], first[name]) and torch.equal(never[name], second[name]) for name in never)
+    kept = {path.name.partition("-")[0] for path in (tmp_path / "kept").iterdir()}
+    assert kept == {"reading"} | ({"division"} if "tp" in plan else set()) | ({"cut"} if "pp" in plan else set()) | (
+        {"kept"} if "recompute" in plan else set()
+    )
+
+
+def test_another_plan_takes_the_reading_and_chooses_for_itself(tmp_path: Path):
+    for plan, divisions in (("tp=2", 1), ("tp=4", 2), ("tp=2,tp_placements=0.linear:replicated", 3)):
+        timings = Timings()
+        with Trainer(replace(job_of(), steps=1), plan, devices="simulated", cache=tmp_path, timings=timings) as trainer:
+            trainer.fit()
+        assert len(list(tmp_path.glob("division-*"))) == divisions
+    assert "reading" not in timings.seconds
