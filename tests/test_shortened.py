@@ -14,7 +14,10 @@ from meshloom.graph.cost_fake import fake_tensors
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.shortened import NUM_KEPT, node_by_node, shortened
+from meshloom.graph.stages import cut_into_stages
 from meshloom.job import Job
+from meshloom.planner.memory import predict_memory
+from meshloom.planner.stage_kept import kept_bytes_of
 from tests.jobs import Samples
 from tests.published.model import from_transformers, tokens
 
@@ -57,6 +60,10 @@ def last(results: list[Tensor]) -> Tensor:
     return results[-1].square().mean()
 
 
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([each for _, each in named], lr=0.1)
+
+
 def of_all(results: list[Tensor]) -> Tensor:
     return torch.stack(results).square().mean()
 
@@ -89,6 +96,38 @@ def test_costs_of_blocks_that_share_and_update_are_those_of_all_of_them(stack: P
     found = costs(stack)
     assert found == unshared(stack)
     assert list(found) == [node.name for node in stack.nodes]
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
+    """What a call gives where nothing is shortened."""
+
+    def call(found: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr("meshloom.graph.shortened.shortened", lambda _: None)
+            return found()
+
+    return call
+
+
+@pytest.mark.parametrize("settings", [{}, {"microbatches": 2}, {"microbatches": 2, "dp": 2}])
+def test_memory_of_a_step_is_that_of_all_of_them(stack: Program, whole: Any, settings: dict[str, int]):
+    def found() -> Any:
+        return predict_memory(stack, adamw, **settings)
+
+    assert found() == whole(found)
+
+
+@pytest.mark.long
+def test_what_stages_keep_is_what_all_of_their_blocks_keep(whole: Any):
+    program = program_of(lambda: Stack(16, last))
+    stages = cut_into_stages(program, {node.name: place * 2 // len(program.nodes) for place, node in enumerate(program.nodes)}, 2)
+    assert all(shortened(stage.program) for stage in stages)
+
+    def found() -> list[int]:
+        return [kept_bytes_of(stage, 1) for stage in stages]
+
+    assert found() == whole(found)
 
 
 def test_what_is_left_out_is_what_only_those_blocks_have(stack: Program):
@@ -129,11 +168,12 @@ DEEP = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("llama", "t5") else pytest.mark.slow) for name in DEEP])
-def test_costs_of_families_are_those_of_all_of_their_blocks(name: str):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in DEEP])
+def test_costs_of_families_are_those_of_all_of_their_blocks(name: str, whole: Any):
     kind, settings = DEEP[name]
     model = from_transformers(name, "", "", kind, tokens(11), {"vocab_size": 40, "pad_token_id": 0, "use_cache": False, **settings}, chunk=2)
     program = capture_shapes(model.job(1), model.make(2))
     short = shortened(program)
     assert short is not None and len(short.program.nodes) < len(program.nodes) * 4 / 5
     assert costs(program) == unshared(program)
+    assert predict_memory(program, adamw, microbatches=2) == whole(lambda: predict_memory(program, adamw, microbatches=2))

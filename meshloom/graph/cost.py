@@ -18,19 +18,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.graph.cost_fake import device_asked, fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, loss_of, run_nodes, tensors_in
+from meshloom.graph.cost_fake import (
+    device_asked,
+    fake_buffers,
+    fake_inputs,
+    fake_parameters,
+    fake_tensors,
+    leaves,
+    loss_of,
+    next_number,
+    number_here,
+    run_nodes,
+    tensors_in,
+)
 from meshloom.graph.cost_rules import bytes_read_and_written, flops
 from meshloom.graph.nodes import Variable
 from meshloom.graph.program import Program
 from meshloom.graph.shortened import node_by_node
 from meshloom.graph.sparse_constants import memory_of, storage_of
-
-_torch: Any = torch  # for what torch keeps to itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +176,7 @@ def _costs(program: Program) -> dict[str, Cost]:
     owners: dict[int, str] = {}  # memory -> its name
     for name, tensor in values.items():
         owners.setdefault(memory_of(tensor), name)
-    firsts = [_next_number()]  # the first sequence number of each node's autograd nodes
+    firsts = [next_number()]  # the first sequence number of each node's autograd nodes
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: Tensor) -> _Saved:
@@ -177,14 +186,14 @@ def _costs(program: Program) -> dict[str, Cost]:
 
     with _Meter(lambda: len(firsts) - 1) as forward, saved_tensors_hooks(pack, lambda held: held.tensor):
         for node in run_nodes(program, values, keep=True):
-            firsts.append(_next_number())
+            firsts.append(next_number())
             for number, tensor in enumerate(tensors_in(values[node.name])):
                 owners.setdefault(memory_of(tensor), f"{node.name}:{number}" if number else node.name)
             tensor = None
         loss = loss_of(program, values)
     values.clear()  # what autograd saved for values that the loss does not need goes with them
     kept = _kept(program, (held for each in saved if (held := each()) is not None), owners)
-    with _Meter(lambda: bisect_right(firsts, number) - 1 if (number := _number_here()) is not None else None) as backward:
+    with _Meter(lambda: bisect_right(firsts, number) - 1 if (number := number_here()) is not None else None) as backward:
         if loss is not None:
             loss.backward()
     return {
@@ -241,18 +250,6 @@ class _Meter(TorchDispatchMode):
         self.read[index] += read
         self.written[index] += written
         return value
-
-
-def _next_number() -> int:
-    """The sequence number that autograd's next node will have."""
-    return _torch.autograd._get_sequence_nr()
-
-
-def _number_here() -> int | None:
-    """Sequence number of the autograd node whose backward runs; None: gradients are stored."""
-    node = _torch._C._current_autograd_node()
-    number = node._sequence_nr() if node is not None else None
-    return None if number is None or number >= 2**63 else number
 
 
 def _kept(program: Program, saved: Iterable[_Saved], owners: dict[int, str]) -> dict[int, dict[str, int]]:

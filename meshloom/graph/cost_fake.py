@@ -17,6 +17,8 @@ from meshloom.graph.on_cpu import AsOnCPU, fake_mode
 from meshloom.graph.program import Program
 from meshloom.graph.sparse_constants import empty_like
 
+_torch: Any = torch  # for what torch keeps to itself
+
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
@@ -71,6 +73,18 @@ def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterat
                 if name in made:
                     del values[name]
             yield node
+
+
+def next_number() -> int:
+    """The sequence number that autograd's next node will have."""
+    return _torch.autograd._get_sequence_nr()
+
+
+def number_here() -> int | None:
+    """Sequence number of the autograd node whose backward runs; None: gradients are stored."""
+    node = _torch._C._current_autograd_node()
+    number = node._sequence_nr() if node is not None else None
+    return None if number is None or number >= 2**63 else number
 
 
 def device_asked(func: Any, args: Sequence[Any]) -> torch.device | None:

@@ -1,0 +1,162 @@
+"""What every operator of a program makes and frees in the chunks of a step, found on fake tensors.
+
+    phases     0 and 1 are forward and backward of the first chunk, 2 and 3 those of the second; a backward goes through the nodes in reverse
+    events     bytes made, or freed if negative, while a node or its backward runs
+
+Of blocks that are alike a few are run (`graph/shortened.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from meshloom.graph.cost_fake import fake_buffers, fake_inputs, fake_parameters, leaves, loss_of, next_number, number_here, run_nodes
+from meshloom.graph.program import Program
+from meshloom.graph.shortened import node_by_node
+from meshloom.graph.sparse_constants import memory_of, storage_of
+from meshloom.planner.life import Event, Life, Noted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Of one node. before: of what it made earlier, that which is there when the phase begins."""
+
+    before: Event = (0, 0)
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """Of a parameter. memory: a parameter whose gradient lies in the same memory, of so many bytes. tensor: one like it; None if it is not kept."""
+
+    parameter: str
+    memory: str
+    num_bytes: int
+    tensor: Tensor | None = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLife:
+    """Of one node. kept: [chunk], bytes that it made and that are there for the chunk's backward.
+
+    gradients: of the parameters that it is the first to use, all by their values' names, when all chunks are done.
+    """
+
+    phases: tuple[Phase, ...]
+    kept: tuple[int, ...]
+    gradients: tuple[Gradient, ...]
+
+
+def chunks_of(program: Program, num_chunks: int, *, bucketed: bool) -> dict[str, NodeLife]:
+    """Of every node, inside `fake_tensors`. bucketed: a gradient is gone as soon as it is made."""
+    return node_by_node(program, lambda given: _run(given, num_chunks, bucketed=bucketed), _renamed)
+
+
+def worst_of(lives: Sequence[NodeLife], phase: int) -> Event:
+    """Most bytes alive at one time in a phase, and how many of them then are neither kept nor gradients. lives: of the nodes in order."""
+    phases = [each.phases[phase] for each in (reversed(lives) if phase % 2 else lives)]
+    return worst(
+        (sum(each.before[0] for each in phases), sum(each.before[1] for each in phases)), chain.from_iterable(each.events for each in phases)
+    )
+
+
+def worst(before: Event, events: Iterable[Event]) -> Event:
+    """The most that there is at one time, of what is there before and what is made and freed."""
+    total, other = most = before
+    for change, unknown in events:
+        total += change
+        other += unknown
+        most = max(most, (total, other))
+    return most
+
+
+def _renamed(life: NodeLife, names: Mapping[str, str]) -> NodeLife:
+    if not life.gradients:
+        return life
+    gradients = [
+        replace(each, parameter=names.get(each.parameter, each.parameter), memory=names.get(each.memory, each.memory)) for each in life.gradients
+    ]
+    return replace(life, gradients=tuple(gradients))
+
+
+def _run(program: Program, num_chunks: int, *, bucketed: bool) -> dict[str, NodeLife]:
+    parameters = fake_parameters(program)
+    trainable = {each.value: parameters[name] for name, each in program.parameters.items() if parameters[name].requires_grad}
+    done: dict[str, None] = {}
+
+    def take(value: str, parameter: Tensor) -> None:
+        done[value] = None
+        if bucketed:
+            parameter.grad = None
+
+    for value, parameter in trainable.items():
+        parameter.register_post_accumulate_grad_hook(lambda each, value=value: take(value, each))
+    given = leaves(program, parameters, fake_buffers(program), fake_inputs(program))
+    life = Life([*given.values()])
+    phases: list[Mapping[int, Phase]] = []
+    kept: list[Mapping[int, int]] = []
+    for _ in range(num_chunks):
+        forward, backward, held = _chunk(program, dict(given), life, trainable)
+        known = held | life.pieces_of(_gradients(trainable))
+        phases += [_by_node(life, each, known) for each in (forward, backward)]
+        kept.append(life.bytes_by_node(held))
+    gradients = _gradients_by_node(program, {value: trainable[value] for value in trainable if value in done})
+    return {
+        node.name: NodeLife(
+            phases=tuple(each.get(number, Phase()) for each in phases),
+            kept=tuple(each.get(number, 0) for each in kept),
+            gradients=tuple(gradients.get(number, ())),
+        )
+        for number, node in enumerate(program.nodes)
+    }
+
+
+def _chunk(program: Program, values: dict[str, Any], life: Life, trainable: Mapping[str, Tensor]) -> tuple[Noted, Noted, set[int]]:
+    """Forward and backward, and the pieces that are kept from one to the other."""
+    last = len(program.nodes) - 1
+    firsts = [next_number()]  # the first sequence number of each node's autograd nodes
+    with life.noted(lambda: min(len(firsts) - 1, last)) as forward:
+        firsts.extend(next_number() for _ in run_nodes(program, values, keep=False))
+        loss = loss_of(program, values)
+        values.clear()
+    held = life.alive - life.pieces_of(_gradients(trainable))
+    with life.noted(lambda: min(bisect_right(firsts, number) - 1, last) if (number := number_here()) is not None else None) as backward:
+        if loss is not None:
+            loss.backward()
+        del loss
+    return forward, backward, held
+
+
+def _by_node(life: Life, noted: Noted, known: set[int]) -> dict[int, Phase]:
+    before: dict[int, Event] = {}
+    for piece in noted.before:
+        total, other = before.get(life.maker(piece), (0, 0))
+        made, unknown = life.event(piece, known)
+        before[life.maker(piece)] = total + made, other + unknown
+    events: dict[int, list[Event]] = {}
+    for node, piece in noted.log:
+        events.setdefault(node, []).append(life.event(piece, known))
+    return {node: Phase(before=before.get(node, (0, 0)), events=tuple(events.get(node, ()))) for node in before.keys() | events.keys()}
+
+
+def _gradients(trainable: Mapping[str, Tensor]) -> list[Tensor]:
+    return [each.grad for each in trainable.values() if each.grad is not None]
+
+
+def _gradients_by_node(program: Program, done: Mapping[str, Tensor]) -> dict[int, list[Gradient]]:
+    """By the first node that uses the parameter."""
+    owners: dict[int, str] = {}
+    found: dict[int, list[Gradient]] = {}
+    first = {ref.name: number for number, node in reversed(list(enumerate(program.nodes))) for ref in node.operands() if ref.name in done}
+    for value, parameter in done.items():
+        gradient = parameter.grad
+        memory = owners.setdefault(memory_of(gradient), value) if gradient is not None else value
+        num_bytes = int(storage_of(gradient).nbytes()) if gradient is not None else 0
+        found.setdefault(first[value], []).append(Gradient(parameter=value, memory=memory, num_bytes=num_bytes, tensor=gradient))
+    return found

@@ -1,0 +1,114 @@
+"""Notes what operators make and when it is freed, as pieces of memory that fake tensors would have."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshloom.graph.cost_fake import device_asked, tensors_in
+from meshloom.graph.sparse_constants import memory_of, storage_of
+
+Event = tuple[int, int]  # bytes made, or freed if negative; and those of what is neither kept for a backward nor a gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted:
+    """before: pieces that were there. log: (node, piece) when it is made, and its complement when it is freed."""
+
+    before: tuple[int, ...]
+    log: list[tuple[int, int]]
+
+
+class Life:
+    """Of what is made while `noted` is open. A piece is a number; `ignored`: tensors that are there all the time, and are none.
+
+    alive: pieces that there are now.
+    """
+
+    def __init__(self, ignored: Sequence[Tensor]) -> None:
+        self._ignored = list(ignored)  # held, or another piece might get the place of one that is gone, and be ignored for it
+        self._pieces: dict[int, int | None] = dict.fromkeys(map(memory_of, ignored))  # memory -> piece; None: not looked at
+        self._references: dict[int, Any] = {}
+        self._sizes: list[int] = []
+        self._makers: list[int] = []
+        self._alive: dict[int, None] = {}
+        self._log: list[tuple[int, int]] = []
+        self._node = 0
+
+    @property
+    def alive(self) -> set[int]:
+        """A copy."""
+        return set(self._alive)
+
+    @contextmanager
+    def noted(self, here: Callable[[], int | None]) -> Generator[Noted]:
+        """What is done inside. here: the number of the node that it is done for; None: the one before."""
+        self._log = []
+        noted = Noted(before=tuple(self._alive), log=self._log)
+        with _Seeing(self, here):
+            yield noted
+
+    def pieces_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Those in which tensors lie."""
+        return {piece for each in tensors if (piece := self._pieces.get(memory_of(each))) is not None}
+
+    def maker(self, piece: int) -> int:
+        """The node that made it."""
+        return self._makers[piece]
+
+    def event(self, piece: int, known: set[int]) -> Event:
+        """That it is made, or freed for its complement. known: what is kept or a gradient."""
+        of, sign = (piece, 1) if piece >= 0 else (~piece, -1)
+        return sign * self._sizes[of], 0 if of in known else sign * self._sizes[of]
+
+    def bytes_by_node(self, pieces: Iterable[int]) -> Mapping[int, int]:
+        """Maker -> bytes of those of these pieces that it made."""
+        found: dict[int, int] = {}
+        for piece in pieces:
+            found[self._makers[piece]] = found.get(self._makers[piece], 0) + self._sizes[piece]
+        return found
+
+    def see(self, tensor: Tensor, node: int | None) -> None:
+        """A tensor that was given, or made."""
+        self._node = node = self._node if node is None else node
+        memory = memory_of(tensor)
+        if memory in self._pieces:
+            return
+        storage = storage_of(tensor)
+        piece = len(self._sizes)
+        self._sizes.append(storage.nbytes())
+        self._makers.append(node)
+        self._pieces[memory] = piece
+        self._alive[piece] = None
+        self._log.append((node, piece))
+
+        def freed(_: Any) -> None:
+            if self._pieces.get(memory) == piece:
+                del self._pieces[memory], self._references[memory]
+                del self._alive[piece]
+                self._log.append((self._node, ~piece))
+
+        self._references[memory] = weakref.ref(storage, freed)
+
+
+class _Seeing(TorchDispatchMode):
+    def __init__(self, life: Life, here: Callable[[], int | None]) -> None:
+        super().__init__()
+        self._life = life
+        self._here = here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if (device := device_asked(func, args)) is not None:
+            return device
+        value = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":
+            node = self._here()
+            for tensor in tensors_in(value):
+                self._life.see(tensor, node)
+        return value
