@@ -113,6 +113,7 @@ def _add_describe(describe: argparse.ArgumentParser) -> None:
     describe.add_argument("--oversubscribe", action="store_true", help=OVERSUBSCRIBE_HELP)
     describe.add_argument("--depth", type=int, metavar="N", help="show N levels of blocks (default: until blocks repeat)")
     describe.add_argument("--machine", metavar="FILE", help="predict seconds for this machine (default: what meshloom calibrate wrote on this one)")
+    describe.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
     describe.add_argument("--timings", action="store_true", help="say what reading, pricing, dividing and cutting the model took")
     describe.add_argument("--json", metavar="FILE", help=JSON_HELP)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from meshloom.errors import DeviceError
-from meshloom.launch.environment import is_rank, launched_plan, read_seat
+from meshloom.launch.environment import cache_directory, is_rank, launched_plan, read_seat
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "42"}
 
@@ -59,3 +61,23 @@ def test_a_rank_that_was_told_only_half_is_a_rank(monkeypatch: pytest.MonkeyPatc
 def test_nothing_of_a_launch_is_in_an_ordinary_environment():
     assert launched_plan() is None
     assert not is_rank()
+
+
+@pytest.mark.parametrize(
+    ("said", "environment", "found"),
+    [
+        ("auto", {}, "/home/somebody/.cache/meshloom/readings"),
+        ("auto", {"XDG_CACHE_HOME": "/elsewhere"}, "/elsewhere/meshloom/readings"),
+        ("auto", {"XDG_CACHE_HOME": "relative"}, "/home/somebody/.cache/meshloom/readings"),
+        ("auto", {"MESHLOOM_CACHE": "/there", "XDG_CACHE_HOME": "/elsewhere"}, "/there"),
+        ("auto", {"MESHLOOM_CACHE": "off"}, None),
+        ("/mine", {"MESHLOOM_CACHE": "off"}, "/mine"),
+        ("off", {"MESHLOOM_CACHE": "/there"}, None),
+    ],
+)
+def test_readings_are_kept_where_the_user_says(said: str, environment: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch):
+    for name in ("MESHLOOM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/somebody", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert cache_directory(said) == (Path(found) if found else None)

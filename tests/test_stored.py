@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.cache import Cache
+from meshloom.cli import main
 from meshloom.graph import programs as module
 from meshloom.graph import smaller as rules
 from meshloom.graph import stored as stored_module
@@ -268,3 +270,25 @@ def test_another_plan_takes_the_reading_and_chooses_for_itself(tmp_path: Path):
             trainer.fit()
         assert len(list(tmp_path.glob("division-*"))) == divisions
     assert "reading" not in timings.seconds
+
+
+def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def described() -> tuple[list[Any], dict[str, float]]:
+        words = ["--plan", "tp=2,pp=2,microbatches=2", "--cache", str(tmp_path), "--timings", "--json", "-"]
+        assert main(["describe", str(Path(__file__).with_name("describe_jobs.py")), *words]) == 0
+        captured = capsys.readouterr()
+        records = [json.loads(line) for line in captured.out.splitlines()]
+        assert ("The loss is what an earlier run has read." in captured.err) == bool(seen)
+        seen.append(captured.err)
+        return records[:-1], records[-1]["seconds"]
+
+    seen: list[str] = []
+    first, anew = described()
+    for name in ("graph.shapes.read_once", "planner.divided.choose"):
+        monkeypatch.setattr(f"meshloom.{name}", None)
+    second, taken = described()
+    assert taken.keys() == anew.keys()
+    assert first == second and any(record["event"] == "division" for record in first) and any(record["event"] == "stages" for record in first)
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"reading", "division", "cut"}

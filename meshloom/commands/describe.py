@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from meshloom.cache import Cache
 from meshloom.cluster import load, machine_file
 from meshloom.commands.plans import LOG_WIDTH, plan_of
 from meshloom.graph.chosen import text_of
 from meshloom.job import Job
-from meshloom.launch import check_ranks
+from meshloom.launch import cache_directory, check_ranks
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import has_shares, shares_of
@@ -35,7 +36,8 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     given = load(Path(arguments.machine)) if arguments.machine else None
     known = [machine_file(device) for device in (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])]
     here = next((each for each in known if each.is_file()), None)
-    readings = Readings(job)
+    directory = cache_directory(arguments.cache)
+    readings = Readings(job, Cache(directory) if directory else None)
     description = describe(readings, batch_size=arguments.batch, machine=given or (load(here) if here else None))
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     print_description(description, Console(file=stream, width=None if stream.isatty() else LOG_WIDTH), arguments.depth)
@@ -56,6 +58,6 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     if arguments.timings:
         seconds = {"start": started, **readings.timings.seconds}
         told = ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items())
-        print(f"\nCPU seconds: {told}; {sum(seconds.values()):.1f} in all", file=stream)
+        print(f"\nCPU seconds: {told}; {sum(seconds.values()):.1f} in all.", *readings.timings.notes, file=stream)
         records.write("timings", plan=str(plan), seconds=seconds)
     return 0

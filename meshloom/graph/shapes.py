@@ -6,7 +6,7 @@ model is built, because constructors look at them: `torch.linspace(0, 0.1, 12)[3
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -42,6 +42,7 @@ def capture_shapes(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     small: int = SMALL,
+    kept: Callable[[nn.Module, Leaves, Callable[[], Program]], Program] | None = None,
 ) -> Program:
     """The program of `job.loss` for batches of the shapes of `batch`, as `capture` gives it but without values: it can be looked at, not run.
 
@@ -49,6 +50,7 @@ def capture_shapes(
     dtype: convert the model and the batch to it first.
     device: where the model and the batch are said to lie; it need not be there. The code takes its way on a CPU, and autocast casts as on one.
     small: most elements of a tensor that has values while the model is built.
+    kept: gives the program for the model and the batch without values, or what the function that it is handed reads.
     Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger tensor.
     """
     leaves = leaves_of(batch)
@@ -57,9 +59,15 @@ def capture_shapes(
     with reading(dtype), on_cpu(where):
         model, mode = model_by_shapes(job, dtype, training=training, small=small)
         shapes = Leaves({name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
-        program = folded(lambda fold: build(read_once(model, job.loss, shapes, fold=fold), model, shapes.tensors, device_of(model, shapes), dtype))
-    constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
-    return replace(moved_to(program, where), constants=constants, by_shapes=True)
+
+        def read() -> Program:
+            program = folded(
+                lambda fold: build(read_once(model, job.loss, shapes, fold=fold), model, shapes.tensors, device_of(model, shapes), dtype)
+            )
+            constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
+            return replace(moved_to(program, where), constants=constants, by_shapes=True)
+
+        return kept(model, shapes, read) if kept else read()
 
 
 def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool, small: int = SMALL) -> tuple[nn.Module, FakeTensorMode]:

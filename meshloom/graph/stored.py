@@ -79,6 +79,16 @@ class Stored:
         if why := self._cache.put("reading", entry.place, entry.parts, _packed(program, small)):
             self._warn(f"The reading is not kept: {why}.")
 
+    def by_shapes(self, model: nn.Module, loss: LossFunction, leaves: Leaves, read: Callable[[], Program]) -> Program:
+        """What `read` gives for a model and a batch without values, in training; taken from an earlier run, or kept."""
+        entry = self.entry(model, loss, leaves, kind="by shapes", values=False)
+        program = self.take(entry, model, leaves, training=True) if entry else None
+        if program is None:
+            program = read()
+            if entry:
+                self.keep(entry, program, None)
+        return program
+
     def choice(self, kind: str, program: Program, parts: Mapping[str, Any]) -> Any:
         """What was chosen for a program, as JSON; None if nothing was. parts: what it depends on besides."""
         return json.loads(found) if (found := self._cache.get(kind, "", self._parts(program, parts)).content) is not None else None

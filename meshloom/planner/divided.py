@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshloom.cluster import Machine
-from meshloom.graph.choose import choose, rates_for
+from meshloom.graph.choose import Choice, choose, rates_for
 from meshloom.graph.chosen import Account, account_of
 from meshloom.graph.layout import layout_of
 from meshloom.graph.partition import Partition, partition
 from meshloom.graph.rates import rates_of
 from meshloom.graph.rules.table import rules_with
+from meshloom.graph.stored_choices import divided_before
 from meshloom.plan import Plan
 from meshloom.planner.readings import Readings
 
@@ -36,7 +37,14 @@ def divided(readings: Readings, plan: Plan, *, batch_size: int | None = None, ma
         layout = layout_of(program, rules_with(job.rules))
     rates = rates_of(machine, plan.tp) if machine is not None and machine.device == program.device.type else rates_for(layout, plan.tp)
     with timings.of("choosing a division"):
-        choice = choose(layout, plan.tp, rates, placements=plan.tp_placements, memory_bytes=plan.memory_bytes or None, priced=priced)
+        placements, memory_bytes = plan.tp_placements, plan.memory_bytes or None
+
+        def choose_here() -> Choice:
+            return choose(layout, plan.tp, rates, placements=placements, memory_bytes=memory_bytes, priced=priced)
+
+        choice = divided_before(
+            readings.stored, layout, plan.tp, rates, choose_here, rules=job.rules, placements=placements, memory_bytes=memory_bytes
+        )
     with timings.of("dividing"):
         part = partition(choice)
         account = account_of(part, priced, num_chunks=plan.microbatches, placements=plan.tp_placements, rates=rates.source)

@@ -8,9 +8,11 @@ from functools import cached_property
 
 from torch import nn
 
+from meshloom.cache import Cache
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
+from meshloom.graph.stored import Stored
 from meshloom.job import Job
 from meshloom.state.samples import first_batches
 from meshloom.timings import Timings
@@ -32,11 +34,12 @@ class Reading:
 
 
 class Readings:
-    """Of one job. timings: of all that is done with them, by those who do it."""
+    """Of one job. timings: of all that is done with them, by those who do it. stored: in `cache`, what earlier runs have read and chosen."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, cache: Cache | None = None) -> None:
         self.job = job
         self.timings = Timings()
+        self.stored = Stored(cache, self.timings) if cache is not None else None
         self._read: dict[int, Reading] = {}
 
     def of(self, samples: int) -> Reading:
@@ -56,5 +59,7 @@ class Readings:
                 kinds.update({path: type(module).__name__ for path, module in built.named_modules(remove_duplicate=False)})
             return built
 
-        program = capture_shapes(replace(self.job, model=model), batch)
+        stored, loss = self.stored, self.job.loss
+        kept = (lambda model, leaves, read: stored.by_shapes(model, loss, leaves, read)) if stored else None
+        program = capture_shapes(replace(self.job, model=model), batch, kept=kept)
         return Reading(program=program, kinds=kinds, timings=self.timings)

@@ -10,6 +10,7 @@ from meshloom.errors import PlanError
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.rates import Rates, rates_here, rates_of
 from meshloom.graph.stages import Crossing, Stage, cut_into_stages, users_of
+from meshloom.graph.stored_choices import cut_before
 from meshloom.pipeline.check import held_by_stage
 from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
@@ -115,7 +116,10 @@ class _Reader:
 
     def _choose(self, plan: Plan, sizes: Sequence[int], size: int, rates: Rates, homes: dict[str, tuple[int, ...]] | None = None) -> CutChoice:
         reading = self._readings.of(size)
-        return choose_stages(reading.program, reading.costs, plan, rates, sizes, homes)
+        stored = self._readings.stored if homes is None and size == sizes[0] else None
+        return cut_before(
+            stored, reading.program, rates, lambda: choose_stages(reading.program, reading.costs, plan, rates, sizes, homes), plan=plan, sizes=sizes
+        )
 
 
 def _crossings(stages: Sequence[Stage]) -> list[Crossing]:
