@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -181,7 +184,6 @@ def test_source_of_a_module_of_the_users_counts(runs: Runs, tmp_path: Path, monk
     (tmp_path / "helpers_of_mine.py").write_text("RATE = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     import importlib
-    import sys
 
     importlib.import_module("helpers_of_mine")
     try:
@@ -292,3 +294,34 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
     assert taken.keys() == anew.keys()
     assert first == second and any(record["event"] == "division" for record in first) and any(record["event"] == "stages" for record in first)
     assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"reading", "division", "cut"}
+
+
+PARTS_OF_FAMILIES = """
+import json
+import os
+import subprocess
+import sys
+from torch.utils.data import default_collate
+from meshloom.graph.fingerprint import parts_of_reading
+from meshloom.graph.leaves import leaves_of
+from tests.families import FAMILIES
+
+for name in ("gpt2", "llama", "t5"):
+    job = FAMILIES[name].make_job(True)
+    data = job.data()
+    print(json.dumps(parts_of_reading(job.model(), job.loss, leaves_of((job.collate or default_collate)([data[0], data[1]])))))
+"""
+
+
+@pytest.mark.slow
+def test_digests_are_the_same_in_every_process():
+    """Python draws the hashes of texts anew in every process, and with them the order of sets and numbers that classes keep as their hashes."""
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", PARTS_OF_FAMILIES], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])},
+            check=True, capture_output=True, text=True,
+        ).stdout.splitlines()
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    parts = [[{**json.loads(line), "values of buffers": ""} for line in lines] for lines in found]  # which seeds decide
+    assert len(parts[0]) == 3 and parts[0] == parts[1]
