@@ -103,7 +103,7 @@ def _mamba(name: str, model: str, settings: dict[str, Any] | None = None) -> Pub
 
 
 OWN = [
-    _mamba("mamba", "MambaForCausalLM"),
+    _mamba("mamba-130m", "MambaForCausalLM", {"num_hidden_layers": 24}),
     _mamba("mamba2", "Mamba2ForCausalLM"),
     published("lstm", "recurrent", "256 tokens", Lstm, tokens(256), chunk=16, loss=_next_word),
     published("u-net", "segmentation", "256 x 256", UNet, _parts_of_pictures, chunk=4, loss=_parts),
