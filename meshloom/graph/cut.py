@@ -61,6 +61,7 @@ def choose_cuts(
     work: Mapping[str, Work] | None = None,
     kept: Mapping[str, Sequence[Kept]] | None = None,
     step_seconds: Callable[[Sequence[StageCost]], float] | None = None,
+    line: Intervals | None = None,
 ) -> CutChoice:
     """The stage of every node.
 
@@ -73,16 +74,13 @@ def choose_cuts(
     work, kept: node -> its seconds, and what it makes autograd keep; default: those of `costs`, at `rates`.
     step_seconds: what a step takes with these stages; where given, cuts near the best are tried, too, and the shortest step is taken. No stage becomes
         `UNEVEN` times as slow as the slowest was.
+    line: the program by `line_of`, if that is known; `work`, `kept` and `state_factor` are its own then.
     Raises `PlanError` if there are fewer places to cut than wanted, a module is not there, or no cut fits into the memory or to the homes.
     """
     rates = rates or Rates()
-    line = Intervals(
-        program,
-        work if work is not None else work_of(program, costs, rates),
-        kept if kept is not None else {name: cost.kept for name, cost in costs.items()},
-        link_bytes_per_second=rates.send.bytes_per_second if rates.send else rates.link_bytes_per_second,
-        state_factor=state_factor,
-    )
+    if line is None:
+        own_work = work if work is not None else work_of(program, costs, rates)
+        line = line_of(program, own_work, kept if kept is not None else {name: cost.kept for name, cost in costs.items()}, rates, state_factor)
     ranks = tuple(ranks) or tuple(range(num_stages))
     homes = where_used(program, homes or {}, ranks)
     limits = Limits(
@@ -107,6 +105,14 @@ def choose_cuts(
         stages=tuple(_stages(line, chosen)),
         rank_bytes=tuple(map(round, rank_bytes(line, limits, chosen))),
     )
+
+
+def line_of(
+    program: Program, work: Mapping[str, Work], kept: Mapping[str, Sequence[Kept]], rates: Rates, state_factor: float = HELD_COPIES
+) -> Intervals:
+    """What its operators cost as stages, from any place to any other."""
+    speed = rates.send.bytes_per_second if rates.send else rates.link_bytes_per_second
+    return Intervals(program, work, kept, link_bytes_per_second=speed, state_factor=state_factor)
 
 
 def where_used(program: Program, homes: Homes, ranks: Sequence[int]) -> dict[str, list[int]]:

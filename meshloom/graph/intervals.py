@@ -119,7 +119,7 @@ class Intervals:
         self._add_crossings()
         self.places = self._places()
         self.until = lru_cache(128)(self._until)  # searches come back to few of them
-        self.stage = lru_cache(4096)(self._stage)
+        self.stage = lru_cache(16384)(self._stage)  # several plans try the same ones
 
     def _until(self, end: int, first: int = 0) -> Row:
         """All stages that end at a place, of those that start at `first` or later."""

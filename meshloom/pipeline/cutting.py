@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from meshloom.errors import PlanError
 from meshloom.graph.cost import Cost, Kept
-from meshloom.graph.cut import CutChoice, choose_cuts, where_used
+from meshloom.graph.cut import CutChoice, choose_cuts, line_of, where_used
+from meshloom.graph.intervals import Intervals
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
 from meshloom.graph.recompute import recomputed
@@ -30,19 +31,31 @@ def choose_stages(
     rates: Rates,
     sizes: Sequence[int],
     homes: Mapping[str, Collection[int]] | None = None,
+    line: Intervals | None = None,
 ) -> CutChoice:
     """The stages of a whole program under `plan`. priced: node -> its cost. sizes: [microbatch], samples of one replica's, the largest first.
 
+    line: `line_of_plan`, if that is known.
     homes: parameter or buffer -> the stages that hold it since a first program of the job was cut; then nothing but these counts, and a stage may be
         left without anything to do. Raises `PlanError` as `choose_cuts`.
     """
     try:
-        return _choose(program, priced, plan, rates, sizes, homes)
+        return _choose(program, priced, plan, rates, sizes, homes, line or line_of_plan(program, priced, plan, rates))
     except PlanError:
         stage_of = _followed(program, homes, schedule_of(plan, 1).ranks) if homes else None
         if stage_of is None:
             raise
         return CutChoice(stage_of=stage_of, stages=(), rank_bytes=())
+
+
+def line_of_plan(program: Program, priced: Mapping[str, Cost], plan: Plan, rates: Rates) -> Intervals:
+    """What operators cost as stages, as the plan recomputes them; alike for plans that differ in stages and schedules only."""
+    work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
+    if plan.recompute != "none":
+        again = recomputed(program, priced, plan.recompute, rates)
+        work = computed_again(work, again.seconds_of)
+        kept = {name: (Kept(memory=name, num_bytes=size),) for name, size in again.kept_of.items()}
+    return line_of(program, work, kept, rates)
 
 
 def _choose(
@@ -52,12 +65,8 @@ def _choose(
     rates: Rates,
     sizes: Sequence[int],
     homes: Mapping[str, Collection[int]] | None,
+    line: Intervals,
 ) -> CutChoice:
-    work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
-    if plan.recompute != "none":
-        again = recomputed(program, priced, plan.recompute, rates)
-        work = computed_again(work, again.seconds_of)
-        kept = {name: (Kept(memory=name, num_bytes=size),) for name, size in again.kept_of.items()}
     schedule = schedule_of(plan, len(sizes))
     price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])
     return choose_cuts(
@@ -70,8 +79,7 @@ def _choose(
         in_flight=held_by_stage(schedule),
         ranks=schedule.ranks,
         homes=homes,
-        work=work,
-        kept=kept,
+        line=line,
         step_seconds=None if homes else price,
     )
 

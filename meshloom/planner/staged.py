@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from meshloom.cluster import Machine
 from meshloom.errors import PlanError
 from meshloom.graph.cut import CutChoice
+from meshloom.graph.intervals import Intervals
 from meshloom.graph.rates import Rates, rates_here, rates_of
 from meshloom.graph.stages import Crossing, Stage, cut_into_stages, users_of
 from meshloom.graph.stored_choices import cut_before
 from meshloom.pipeline.check import held_by_stage
-from meshloom.pipeline.cutting import choose_stages, schedule_of
+from meshloom.pipeline.cutting import choose_stages, line_of_plan, schedule_of
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.simulate import Simulated, simulate
 from meshloom.pipeline.traffic import Traffic, traffic_of_stages
@@ -97,6 +98,7 @@ class _Reader:
         self.batch_size = batch_size
         self._readings = readings
         self._machine = machine
+        self._lines: dict[tuple[int, str], list[tuple[Rates, Intervals]]] = {}  # size, what is recomputed -> by rates
 
     def stage_plan(self, plan: Plan, *, with_traffic: bool) -> StagePlan:
         sizes = plan.largest_share(self.batch_size)
@@ -117,9 +119,20 @@ class _Reader:
     def _choose(self, plan: Plan, sizes: Sequence[int], size: int, rates: Rates, homes: dict[str, tuple[int, ...]] | None = None) -> CutChoice:
         reading = self._readings.of(size)
         stored = self._readings.stored if homes is None and size == sizes[0] else None
-        return cut_before(
-            stored, reading.program, rates, lambda: choose_stages(reading.program, reading.costs, plan, rates, sizes, homes), plan=plan, sizes=sizes
-        )
+
+        def choice() -> CutChoice:
+            return choose_stages(reading.program, reading.costs, plan, rates, sizes, homes, self._line(plan, size, rates))
+
+        return cut_before(stored, reading.program, rates, choice, plan=plan, sizes=sizes)
+
+    def _line(self, plan: Plan, size: int, rates: Rates) -> Intervals:
+        for other, line in self._lines.setdefault((size, plan.recompute), []):
+            if other == rates:
+                return line
+        reading = self._readings.of(size)
+        line = line_of_plan(reading.program, reading.costs, plan, rates)
+        self._lines[size, plan.recompute].append((rates, line))
+        return line
 
 
 def _crossings(stages: Sequence[Stage]) -> list[Crossing]:
