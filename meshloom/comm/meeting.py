@@ -16,6 +16,8 @@ from meshloom.comm.segments import Anonymous, Files, Named, map_file
 from meshloom.comm.signed_store import SignedStore
 from meshloom.errors import CollectiveError, PeerLostError
 
+_NO_SPACE = os.strerror(errno.ENOMEM)
+
 
 @dataclass(frozen=True)
 class OwnFile:
@@ -65,9 +67,11 @@ class Meeting:
                     mapped = None
             except OSError as error:
                 problem, mapped = _why(error, arena_bytes, len(self._members)), None
-            problems = self._all(f"{number}/problems", problem or ("" if mapped else "-"))
-            for _, each in made:
-                way.all_have_opened(each)
+            try:
+                problems = self._all(f"{number}/problems", problem or ("" if mapped else "-"))
+            finally:
+                for _, each in made:
+                    way.all_have_opened(each)
             for each in opened:
                 os.close(each)
             if mapped and not any(problems):
@@ -76,6 +80,8 @@ class Meeting:
                 if descriptor not in opened:
                     os.close(descriptor)
             tried += [f"{self._members[rank]}: {each}" for rank, each in enumerate(problems) if each not in ("", "-")]
+            if any(each.startswith(_NO_SPACE) for each in problems):
+                break  # other files would take as much of it
         raise CollectiveError(f"The ranks cannot share memory ({'; '.join(dict.fromkeys(tried))}). Let them talk over Gloo (--transport gloo).")
 
     def _all(self, key: str, value: str) -> list[str]:
@@ -95,4 +101,4 @@ def _why(error: OSError, arena_bytes: int, num_ranks: int) -> str:
         return str(error)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     allowed = "" if limit == resource.RLIM_INFINITY else f", and ulimit -v allows {limit / 2**30:.3g} GiB in all: raise it (ulimit -v unlimited)"
-    return f"{error.strerror}: each rank maps {arena_bytes / 2**30:g} GiB of address space for every one of {num_ranks} ranks, of which little is used{allowed}"
+    return f"{_NO_SPACE}: each rank maps {arena_bytes / 2**30:g} GiB of address space for every one of {num_ranks} ranks, of which little is used{allowed}"
