@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from meshloom.errors import PeerLostError
+from meshloom.launch.signals import ONE_REQUEST_SECONDS
 from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from tests.jobs import make_job
@@ -268,6 +269,9 @@ def test_nothing_is_said_of_a_hang_when_that_is_turned_off(tmp_path: Path):
         begin_trouble(file, "1 loop")
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=12.0)
+        process.terminate()  # its ranks are to finish their step first
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=ONE_REQUEST_SECONDS + 1.0)
         process.terminate()
         errors, _ = told(process)
     assert process.returncode == 128 + signal.SIGTERM and "has been" not in errors

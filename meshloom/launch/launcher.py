@@ -163,9 +163,9 @@ class _Ranks:
         return [f"  {' '.join(busy[:3])}"] if busy else []
 
     def end(self, signals: list[int]) -> None:
-        """End all processes: ask, wait a little (not after a second signal), kill."""
+        """End all processes: ask, wait a little (not after a second signal), kill. One that would take the question for a request to save is not asked."""
         for rank in self._ranks:
-            rank.send(signal.SIGTERM)
+            rank.send(signal.SIGKILL if rank.saves else signal.SIGTERM)
             rank.send(signal.SIGCONT)  # one that is stopped would not hear it
         deadline = time.monotonic() + GRACE_SECONDS
         while any(rank.exit_code is None for rank in self._ranks) and time.monotonic() < deadline and len(signals) < 2:
