@@ -185,7 +185,7 @@ def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.Mo
 
     sizes: list[int] = []
     real = readings.capture_shapes
-    monkeypatch.setattr(readings, "capture_shapes", lambda job, batch: (sizes.append(len(batch["y"])), real(job, batch))[1])
+    monkeypatch.setattr(readings, "capture_shapes", lambda job, batch, **how: (sizes.append(len(batch["y"])), real(job, batch, **how))[1])
     pricer = Pricer(make_job("mlp", "sgd"), devices())
     for text in ("dp=1", "dp=2", "dp=2,zero=1", "dp=2,microbatches=1"):
         pricer.price(Plan.parse(text))
