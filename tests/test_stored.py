@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,27 @@ def test_another_model_is_read_anew(make: Callable[[], nn.Module], runs: Runs):
     assert runs.read(job_of(make))
     assert runs.notes == [f"The loss was read anew: changed since an earlier run: {'values of buffers' if make is shifted else 'model'}."]
     assert not runs.read(job_of(make)) and not runs.read()  # both are kept
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of a model, as many write it."""
+
+    scale: float = 1.0
+    names: list[str] = field(default_factory=list)
+
+
+def test_a_model_that_keeps_its_setting_as_a_data_class_is_kept(runs: Runs):
+    def of(setting: Setting) -> Callable[[], nn.Module]:
+        def make() -> nn.Module:
+            made: Any = model()
+            made[1].setting = setting
+            return made
+
+        return make
+
+    assert runs.read(job_of(of(Setting()))) and not runs.read(job_of(of(Setting())))
+    assert runs.read(job_of(of(Setting(names=["x"]))))
 
 
 def test_another_loss_is_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):

@@ -23,6 +23,7 @@ from types import (
     CodeType,
     FunctionType,
     GenericAlias,
+    MappingProxyType,
     MethodDescriptorType,
     MethodType,
     MethodWrapperType,
@@ -216,6 +217,8 @@ class _Digest:
             self._put(owner.__name__) if isinstance(owner, ModuleType) else self.add(owner, f"what {where} is a method of")
         elif isinstance(value, ModuleType):
             self._put(value.__name__)
+        elif isinstance(value, MappingProxyType):  # as fields of data classes have one
+            self.add(dict(value), where)
         elif isinstance(value, logging.Logger):
             self._put(value.name)
         elif hasattr(value, "__wrapped__") and not hasattr(value, "__dict__"):  # functools.lru_cache
