@@ -12,9 +12,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from itertools import islice
 from pathlib import Path
@@ -28,6 +26,7 @@ from meshloom.report.progress import Listener
 from meshloom.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parents[1]))
+from launched import launched
 from records import write_records
 
 RANKS = 2
@@ -45,14 +44,7 @@ def main() -> int:
     if "RANK" in os.environ:
         run_rank(arguments)
         return 0
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory, "runs.json")
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
-        words = ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps), "--json", str(output)]
-        code = subprocess.run([*launch, "--nproc-per-node", str(RANKS), __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
-        if code:
-            return code
-        records = records_of([json.loads(line) for line in output.read_text().splitlines()])
+    records = records_of(launched(__file__, RANKS, ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]))
     write_records(records, arguments.json)
     for record in records:
         per_token = record["microseconds_per_token"]

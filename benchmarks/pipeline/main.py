@@ -27,6 +27,7 @@ from waiting import time_schedules
 from meshloom.pipeline.builders import KINDS
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]  # the benchmark GPT
+from launched import launched
 from records import write_records
 
 PARTS = ("overhead", "waiting", "gpt", "alive")
@@ -61,9 +62,9 @@ def main() -> int:
                     time_schedules, ranks, arguments.schedules, number, arguments.rounds, arguments.bytes, arguments.milliseconds / 1e3
                 )
     elif arguments.part == "gpt":
-        import training
+        from training import RANKS
 
-        records = training.launched(sys.argv[1:])
+        records = launched(__file__, RANKS, sys.argv[1:])
     elif arguments.part == "alive":
         from alive import kept_bytes
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,16 +21,6 @@ from meshloom.pipeline.timing import run_on_paper
 
 RANKS, BATCH = 2, 16
 Prepare = Callable[[], Callable[[], float]]  # reads the next batch, which is not timed; then one step
-
-
-def launched(words: list[str]) -> list[dict[str, Any]]:
-    """The records of a run of this benchmark on two processes that torchrun starts."""
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory, "records.json")
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
-        command = [*launch, "--nproc-per-node", str(RANKS), str(Path(__file__).with_name("main.py")), *words, "--json", str(output)]
-        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
-        return [json.loads(line) for line in output.read_text().splitlines()]
 
 
 def time_systems(names: list[str], num_microbatches: int, num_rounds: int, num_steps: int) -> list[dict[str, Any]]:

@@ -15,9 +15,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -40,6 +38,7 @@ from torch.utils.data import TensorDataset
 import meshloom as ml
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "pipeline")]
+from launched import launched
 from pipelining import open_pipelining
 from records import write_records
 
@@ -73,15 +72,7 @@ def main() -> int:
     if "RANK" in os.environ:
         run_rank(arguments)
         return 0
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory, "records.json")
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
-        words = [*sys.argv[1:], "--json", str(output)]
-        code = subprocess.run([*launch, "--nproc-per-node", str(RANKS), __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
-        if code:
-            return code
-        records = [json.loads(line) for line in output.read_text().splitlines()]
-    report(records, arguments.json, BASE[arguments.mode][1])
+    report(launched(__file__, RANKS, sys.argv[1:]), arguments.json, BASE[arguments.mode][1])
     return 0
 
 

@@ -12,9 +12,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,10 @@ import torch
 
 from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from launched import launched
+from records import write_records
 
 PLANS = {"even": "dp=4", "measured": "dp=4,shares=measured", "by hand": "dp=4,shares=3+3+3+1"}
 KINDS = {"job": ("even", "measured", "by hand"), "moving": ("even", "measured")}
@@ -40,15 +42,7 @@ def main() -> int:
     if "RANK" in os.environ:
         run_rank(arguments)
         return 0
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory, "rounds.json")
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--log-dir", directory]
-        words = ["--rounds", str(arguments.rounds), "--job", arguments.job, "--json", str(output)]
-        code = subprocess.run([*launch, "--nproc-per-node", "4", __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
-        if code:
-            return code
-        rounds = [json.loads(line) for line in output.read_text().splitlines()]
-    report(arguments, rounds)
+    report(arguments, launched(__file__, 4, ["--rounds", str(arguments.rounds), "--job", arguments.job]))
     return 0
 
 
@@ -82,9 +76,7 @@ def report(arguments: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
             record = {"job": arguments.job, "shares": kind, "steps": span, "steps_per_second": round(statistics.median(of_kind), 2)}
             records.append({**record, "to_even": round(statistics.median(ratios), 3), "least": round(min(ratios), 3), "most": round(max(ratios), 3)})
     records.append({"job": arguments.job, "shares": "measured", "records": [run["record"] for run in runs["measured"]]})
-    if arguments.json:
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        sys.stdout.write(lines) if arguments.json == "-" else Path(arguments.json).write_text(lines)
+    write_records(records, arguments.json)
 
 
 if __name__ == "__main__":

@@ -73,13 +73,13 @@ class UnknownError(Exception):
         self.what = what
 
 
-def parts_of_reading(model: nn.Module, loss: LossFunction, leaves: Leaves, *, values: bool = True) -> dict[str, str]:
+def parts_of_reading(model: nn.Module, loss: LossFunction, leaves: Leaves, *, values: bool = True, known: str | None = None) -> dict[str, str]:
     """The parts that reading `loss` depends on, for batches like this one, as digests by name. Raises `UnknownError`.
 
-    values: of buffers; a model that has shapes alone has none.
+    values: of buffers; a model that has shapes alone has none. known: `versions()`, if it is known.
     """
     return {
-        "versions": versions(),
+        "versions": known or versions(),
         "source files": _sources(),
         "settings of torch": digest_of(repr(_settings())),
         "model": _of(lambda into: into.model(model)),

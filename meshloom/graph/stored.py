@@ -45,7 +45,7 @@ class Stored:
         values: whether the model has some.
         """
         try:
-            parts = parts_of_reading(model, loss, leaves, values=values)
+            parts = parts_of_reading(model, loss, leaves, values=values, known=self._versions)
         except UnknownError as error:
             self._notes.append(f"The reading is not kept: {error.what} has no digest.")
             return None
