@@ -14,6 +14,8 @@ AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 WITH_PROCESSES = $(shell grep -l 'mark\.processes' $(AREA_FILES))
 # pytest's exit status where all tests of an area start processes.
 NONE := 5
+# Compiled code is kept: the tests start hundreds of processes, and each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 NATIVE := setup.py $(wildcard meshloom/comm/native/*)
 
 # A machine with GPUs has a torch of its own, which stays, and often no network.
@@ -40,9 +42,12 @@ types: $(READY)
 quick: $(READY)
 	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not long and not slow"
 
+# Both halves run, whatever becomes of the first.
 test: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not slow"
-	$(PYTHON) -m pytest -m "processes and not slow" $(WITH_PROCESSES)
+	ended=0; \
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not slow" || ended=$$?; \
+	$(PYTHON) -m pytest -m "processes and not slow" $(WITH_PROCESSES) || ended=$$?; \
+	exit $$ended
 
 test-all: $(READY)
 	$(if $(AREA),$(if $(AREA_FILES),,$(error AREA=$(AREA): there is no tests/test_$(AREA)*.py)))
