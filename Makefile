@@ -1,7 +1,7 @@
 # make train      train the byte GPT on eight CPU processes (dp=2, pp=2, tp=2), then prove the plan equal to one device
 # make check      style, types, and the tests that start no processes
 # make test       the covering subset of all tests
-# make test-all   everything; AREA=launch limits it to tests/test_launch*.py
+# make test-all   everything: every family, every three settings that go together, and the campaigns; AREA=launch limits it to tests/test_launch*.py
 # make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, DEVICE=cpu rehearses
 
 PYTHON := .venv/bin/python

@@ -1,11 +1,9 @@
-"""Every combination of plan, shares, model and optimizer that must equal one device; and a few of them that cover all pairs."""
+"""Combinations of plan, shares, model and optimizer that must equal one device: few that cover all pairs, and more that cover any three values."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import combinations, product
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ import torch
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.verify.run import verify
+from tests.covering import Case, covering
 from tests.jobs import MODELS, OPTIMIZERS, images, make_job, texts, vectors
 
 SETTINGS: dict[str, list[Any]] = {
@@ -25,27 +24,17 @@ SETTINGS: dict[str, list[Any]] = {
 }
 DATA = {"cnn": images, "gpt": texts}
 
-Case = dict[str, Any]
 
-
-def all_cases() -> list[Case]:
-    """The whole product."""
-    return [dict(zip(SETTINGS, values, strict=True)) for values in product(*SETTINGS.values())]
-
-
+@cache
 def covering_cases() -> list[Case]:
-    """Few cases in which every two values of different settings meet, found greedily; the same ones every time."""
-    missing = {pair for case in all_cases() for pair in _pairs(case)}
-    shuffled = random.Random(0)
-    chosen: list[Case] = []
-    while missing:
-        candidates = [{name: shuffled.choice(values) for name, values in SETTINGS.items()} for _ in range(60)]
-        a, b = min(missing)  # so that every round makes progress
-        candidates = [{**case, a[0]: _value(a), b[0]: _value(b)} for case in candidates]
-        best = max(candidates, key=lambda case: len(missing & _pairs(case)))
-        chosen.append(best)
-        missing -= _pairs(best)
-    return chosen
+    """Every two values of different settings meet."""
+    return covering(SETTINGS, 2)
+
+
+@cache
+def thorough_cases() -> list[Case]:
+    """Every three values of different settings meet."""
+    return covering(SETTINGS, 3, candidates=20)
 
 
 def case_name(case: Mapping[str, Any]) -> str:
@@ -75,11 +64,3 @@ def run_cases(cases: Sequence[Mapping[str, Any]], devices: str) -> list[str] | N
         if report and not report.passed:
             wrong.append(f"{case_name(case)}: {[*report.causes]}")
     return wrong if report else None
-
-
-def _pairs(case: Mapping[str, Any]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    return set(combinations(sorted((name, str(value)) for name, value in case.items()), 2))
-
-
-def _value(choice: tuple[str, str]) -> Any:
-    return next(value for value in SETTINGS[choice[0]] if str(value) == choice[1])

@@ -1,12 +1,14 @@
-"""Every family trained under dp=2,tp=2 equals one device: two steps in float64, dropout on, replicas with chunks of two and of one sample.
+"""Families trained under dp=2,tp=2 equal one device: two steps in float64, dropout on, replicas with chunks of two and of one sample.
 
 Models this small are left whole by the choice, so their weights are pinned as a division drawn at random has them; the rest is chosen. One
-family of each kind runs in the covering subset; the rest is `slow`.
+family of each kind runs in the covering subset; a third of the others is `slow`, and the other thirds are trained under the plans of
+tests/test_grid_families.py. (tests/test_division.py divides every family, tests/test_stages.py makes a pipeline of every family.)
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from meshloom.graph.uses import Uses
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.verify.run import verify
+from tests.covering import in_turn
 from tests.division import at_random
 from tests.families import FAMILIES, Family
 from tests.families.limits import NOT_READ
@@ -33,6 +36,7 @@ from tests.families.measure import largest_error
 
 TOLERANCE = 1e-10  # float64; gradients are added up over samples and over ranks in other orders
 COVERING = {"opt", "resnet", "lstm"}
+PLAN_OF = dict(in_turn([name for name in FAMILIES if name not in NOT_READ], ["dp=2,tp=2", "pp=2", "grid"]))
 # torch's batch norm has wrong gradients on the CPU where the picture of a single sample and its gradient lie in memory in different orders
 # (tests/test_on_cpu.py shows it), so that one device is no reference. Its second batch would be a short one.
 NO_CHUNK_OF_ONE = {"cvt"}
@@ -41,17 +45,16 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 read = pytest.mark.parametrize(
     "family",
     [
-        pytest.param(
-            each,
-            marks=[
-                *([] if name in COVERING else [pytest.mark.slow]),
-            ],
-            id=name,
-        )
+        pytest.param(each, marks=() if name in COVERING else pytest.mark.slow, id=name)
         for name, each in FAMILIES.items()
-        if name not in NOT_READ
+        if name in COVERING or PLAN_OF.get(name) == "dp=2,tp=2"
     ],
 )
+
+
+def test_every_kind_of_family_is_trained_under_every_plan():
+    kinds = {FAMILIES[name].kind for name in PLAN_OF} - {"segmentation"}  # which are two
+    assert {(FAMILIES[name].kind, plan) for name, plan in PLAN_OF.items()} >= set(product(kinds, PLAN_OF.values()))
 
 
 @read

@@ -1,6 +1,7 @@
-"""Every family trained under pp=2 and under dp=2,pp=2,tp=2 equals one device: two steps in float64, dropout on.
+"""Families trained under pp=2 or under dp=2,pp=2,tp=2 equal one device: two steps in float64, dropout on.
 
-One family of each kind runs in the covering subset (mixtures of experts under a plan of tests/test_pipeline_plans.py); the rest is `slow`.
+One family of each kind runs in the covering subset (mixtures of experts under a plan of tests/test_pipeline_plans.py). A third of the families under
+each of the two plans is `slow`, and the rest is trained under dp=2,tp=2 (tests/test_divided_families.py).
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import torch
 from meshloom.plan import Plan
 from meshloom.verify.run import verify
 from tests.families import FAMILIES, Family
-from tests.families.limits import NOT_READ
 from tests.families.measure import largest_error
-from tests.test_divided_families import NO_CHUNK_OF_ONE, TOLERANCE, drawn, lifted, pins_of
+from tests.test_divided_families import NO_CHUNK_OF_ONE, PLAN_OF, TOLERANCE, drawn, lifted, pins_of
 
 COVERING = {"pp=2": {"t5"}, "grid": {"llama"}}
 CUTS = {"conv3d": "9", "conv1d": "8", "lstm": "head", "gru": "head"}  # where the cheapest cut of a model this small leaves a rank without parameters
@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
     [
         pytest.param(each, plan, marks=[] if name in COVERING[kind] else [pytest.mark.slow], id=f"{name}-{kind}")
         for name, each in FAMILIES.items()
-        if name not in NOT_READ
         for kind, plan in PLANS.items()
+        if name in COVERING[kind] or PLAN_OF.get(name) == kind
     ],
 )
 def test_a_family_equals_one_device(family: Family, plan: Plan):

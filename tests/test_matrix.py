@@ -1,13 +1,15 @@
-"""Plans on simulated devices equal one device: every pair of settings; every combination in the slow tests."""
+"""Plans on simulated devices equal one device: every two settings; every three in the slow tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 
-from tests.matrix import SETTINGS, Case, all_cases, case_name, covering_cases, run_cases
+from tests.covering import Case
+from tests.matrix import SETTINGS, case_name, covering_cases, run_cases, thorough_cases
 
 
 def test_the_covering_cases_cover_all_pairs() -> None:
@@ -15,6 +17,13 @@ def test_the_covering_cases_cover_all_pairs() -> None:
     met = {(a, str(case[a]), b, str(case[b])) for case in covering_cases() for a in SETTINGS for b in SETTINGS if a < b}
     assert met == pairs
     assert len(covering_cases()) < 60
+
+
+def test_the_thorough_cases_cover_all_triples() -> None:
+    names = [(a, b, c) for a in SETTINGS for b in SETTINGS for c in SETTINGS if a < b < c]
+    triples = {(three, values) for three in names for values in product(*(map(str, SETTINGS[name]) for name in three))}
+    assert {(three, tuple(str(case[name]) for name in three)) for case in thorough_cases() for three in names} == triples
+    assert len(thorough_cases()) < 220  # of 1,800
 
 
 def covering_params() -> Iterator[Any]:
@@ -32,6 +41,6 @@ def test_a_plan_equals_one_device(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", all_cases(), ids=case_name)
-def test_every_plan_equals_one_device(case: Case) -> None:
+@pytest.mark.parametrize("case", thorough_cases(), ids=case_name)
+def test_every_three_settings_together_equal_one_device(case: Case) -> None:
     assert run_cases([case], "simulated") == []

@@ -1,4 +1,4 @@
-"""Plans on processes equal one device: every pair of settings; every combination in the slow tests."""
+"""Plans on processes equal one device: every two settings; every three in the slow tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from meshloom.launch import run_ranks
 from meshloom.mesh import Mesh
-from tests.matrix import SETTINGS, Case, all_cases, covering_cases
+from tests.covering import Case
+from tests.matrix import SETTINGS, covering_cases, thorough_cases
 
 pytestmark = pytest.mark.processes
 
@@ -22,11 +23,9 @@ def test_a_plan_on_processes_equals_one_device(dp: int, tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("model", SETTINGS["model"])
 @pytest.mark.parametrize("dp", [dp for dp in SETTINGS["dp"] if dp > 1])
-def test_every_plan_on_processes_equals_one_device(dp: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [case for case in all_cases() if case["dp"] == dp and case["model"] == model]
-    assert _on_processes(cases, dp, tmp_path, monkeypatch) == []
+def test_every_three_settings_on_processes_equal_one_device(dp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _on_processes([case for case in thorough_cases() if case["dp"] == dp], dp, tmp_path, monkeypatch) == []
 
 
 def _on_processes(cases: list[Case], dp: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

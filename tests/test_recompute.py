@@ -30,6 +30,7 @@ from meshloom.graph.segments import segments_of
 from meshloom.pipeline.builders import make_schedule
 from meshloom.planner.measure import measure_memory
 from meshloom.random import preserved_draws, seed_everything
+from tests.covering import in_turn
 from tests.division import cheapest
 from tests.division import subject_of as divided_subject_of
 from tests.families import FAMILIES
@@ -95,13 +96,14 @@ def family(name: str) -> tuple[Program, Callable[[], nn.Module], list[Any]]:
     return program, lambda: build_model(job, torch.float64, training=True), batches
 
 
-@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "how"),
     [
-        pytest.param(each, marks=() if each in COVERING else pytest.mark.slow)
-        for each in FAMILIES
-        if each not in NOT_READ and each not in FLOAT32_ONLY
+        *((name, how) for name in COVERING for how in HOW),
+        *(
+            pytest.param(name, how, marks=pytest.mark.slow)
+            for name, how in in_turn([each for each in FAMILIES if each not in {*NOT_READ, *FLOAT32_ONLY, *COVERING}], HOW)
+        ),
     ],
 )
 def test_a_family_is_the_same_bit_for_bit(name: str, how: str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from meshloom.graph.stages import cut_into_stages, users_of
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.check import most_in_flight
 from meshloom.pipeline.traffic import traffic_of_ranks
+from tests.covering import in_turn
 from tests.families import FAMILIES
 from tests.families.limits import FLOAT32_ONLY, NOT_READ
 from tests.jobs import make_job
@@ -31,6 +32,12 @@ LIMIT = 1e-10
 SIZES = (3, 2, 2, 1, 3, 1, 2, 2)  # samples of the microbatches
 # Tied weights, cross attention with tied embeddings, skips, batch norm, sparse features, experts, two losses.
 COVERING = ("gpt2", "t5", "u_net", "conv2d", "recommendation", "mixtral", "two_towers", "lstm")
+# Every schedule for all numbers of ranks and microbatches: [schedule, ranks, microbatches, family].
+NUMBERS = [
+    (schedule, num_ranks, num_microbatches, COVERING[(turn + num_microbatches) % len(COVERING)])
+    for turn, (schedule, num_ranks) in enumerate(product(KINDS, (2, 3, 4)))
+    for num_microbatches in range(1, 9)
+]
 
 
 @cache
@@ -59,18 +66,19 @@ def test_a_family_in_three_stages_equals_one_device(name: str, schedule: str):
     check(run_pipeline(subject, make_schedule(schedule, 3, 5)))
 
 
+def test_every_family_meets_every_schedule_and_every_number():
+    for number, values in enumerate((KINDS, (2, 3, 4), range(1, 9))):
+        assert {(case[number], case[3]) for case in NUMBERS} == set(product(values, COVERING))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("num_microbatches", range(1, 9))
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", KINDS)
-@pytest.mark.parametrize("name", COVERING)
-def test_every_schedule_for_any_numbers(name: str, schedule: str, num_ranks: int, num_microbatches: int):
+@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "name"), NUMBERS)
+def test_every_schedule_for_any_numbers(schedule: str, num_ranks: int, num_microbatches: int, name: str):
     check(run_pipeline(family(name, num_microbatches, even=name == "conv2d"), make_schedule(schedule, num_ranks, num_microbatches)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_READ and name not in FLOAT32_ONLY])
+@pytest.mark.parametrize(("name", "schedule"), in_turn([name for name in FAMILIES if name not in NOT_READ and name not in FLOAT32_ONLY], KINDS))
 def test_every_family_in_two_ranks_equals_one_device(name: str, schedule: str):
     check(run_pipeline(family(name, 3, even=True), make_schedule(schedule, 2, 3)))
 

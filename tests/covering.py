@@ -1,0 +1,49 @@
+"""Few cases of many settings, in which any two or three values of different settings meet; and names that take values in turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import combinations, cycle, product
+from typing import Any
+
+Case = dict[str, Any]
+Values = tuple[tuple[str, str], ...]  # of different settings, each with its value as text
+
+
+def covering(settings: Mapping[str, Sequence[Any]], strength: int, *, candidates: int = 60) -> list[Case]:
+    """Cases in which every `strength` values of different settings meet, found greedily among random candidates; the same ones every time."""
+    missing = all_meetings(settings, strength)
+    shuffled = random.Random(0)
+    chosen: list[Case] = []
+    while missing:
+        wanted = {name: _value(settings, name, text) for name, text in min(missing)}  # so that every round makes progress
+        drawn = [{name: shuffled.choice(values) for name, values in settings.items()} | wanted for _ in range(candidates)]
+        best = max(drawn, key=lambda case: len(missing & meetings(case, strength)))
+        chosen.append(best)
+        missing -= meetings(best, strength)
+    return chosen
+
+
+def meetings(case: Mapping[str, Any], strength: int) -> set[Values]:
+    """What meets in a case."""
+    return set(combinations(sorted((name, str(value)) for name, value in case.items()), strength))
+
+
+def all_meetings(settings: Mapping[str, Sequence[Any]], strength: int) -> set[Values]:
+    """What can meet."""
+    return {
+        tuple((name, str(value)) for name, value in zip(names, values, strict=True))
+        for names in combinations(sorted(settings), strength)
+        for values in product(*(settings[name] for name in names))
+    }
+
+
+def in_turn(names: Sequence[str], values: Sequence[Any], each: int = 1) -> list[tuple[str, Any]]:
+    """`each` of the values for every name: the next name has the next ones, so that all values are as frequent, and neighbours, which are alike, differ."""
+    following = cycle(values)
+    return [(name, next(following)) for name in names for _ in range(each)]
+
+
+def _value(settings: Mapping[str, Sequence[Any]], name: str, text: str) -> Any:
+    return next(value for value in settings[name] if str(value) == text)
