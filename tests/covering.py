@@ -1,11 +1,13 @@
-"""Few cases of many settings, in which any two or three values of different settings meet; and names that take values in turn."""
+"""Few cases of many settings, in which any two or three values of different settings meet; names that take values in turn; and the first few of many."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, cycle, product
 from typing import Any
+
+import pytest
 
 Case = dict[str, Any]
 Values = tuple[tuple[str, str], ...]  # of different settings, each with its value as text
@@ -43,6 +45,17 @@ def in_turn(names: Sequence[str], values: Sequence[Any], each: int = 1) -> list[
     """`each` of the values for every name: the next name has the next ones, so that all values are as frequent, and neighbours, which are alike, differ."""
     following = cycle(values)
     return [(name, next(following)) for name in names for _ in range(each)]
+
+
+def few(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """Parameters of a test: the first `count` run in `make check`, the rest is `long`."""
+    return [value if number < count else _long(value) for number, value in enumerate(values)]
+
+
+def _long(value: Any) -> Any:
+    if hasattr(value, "marks"):  # it is a parameter already
+        return pytest.param(*value.values, marks=[*value.marks, pytest.mark.long], id=value.id)
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
 
 
 def _value(settings: Mapping[str, Sequence[Any]], name: str, text: str) -> Any:

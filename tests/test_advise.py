@@ -142,6 +142,7 @@ def test_records_have_what_is_promised_and_the_text_says_the_same():
     assert "<- take this" in text and found.reason in text and "Amdahl:" in text
 
 
+@pytest.mark.long
 def test_a_loss_that_cannot_be_read_is_priced_without_being_read():
     job = make_job("mlp", "sgd")
 
@@ -155,6 +156,7 @@ def test_a_loss_that_cannot_be_read_is_priced_without_being_read():
     assert found.one_device.peak > 0
 
 
+@pytest.mark.long
 def test_an_optimizer_that_needs_values_has_its_memory_measured():
     job = make_job("mlp", "sgd")
 
@@ -169,6 +171,7 @@ def test_an_optimizer_that_needs_values_has_its_memory_measured():
     assert found.one_device.peak > found.one_device.parameters > 0
 
 
+@pytest.mark.long
 def test_a_plan_that_cannot_run_the_job_is_the_error_when_it_was_the_only_one():
     with pytest.raises(PlanError, match="16 stages need 15. Use at most 6 stages"):
         advise(make_job("mlp", "sgd"), devices(), plans=[Plan.parse("pp=16,microbatches=2")])
@@ -180,6 +183,7 @@ def test_a_machine_that_computes_twice_as_fast_takes_half_of_what_is_computed():
     assert there.seconds == pytest.approx(here.seconds / 2)
 
 
+@pytest.mark.long
 def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.MonkeyPatch):
     from meshloom.planner import readings
 
@@ -204,6 +208,7 @@ def test_a_jobs_own_crowds_count_and_others_are_in_proportion():
     assert [replace(here, crowds=slowest).slowdown(ranks, 1, 0.1) for ranks in (2, 3, 4)] == [1.0, 1.125, 1.25]
 
 
+@pytest.mark.long
 def test_what_companions_measure_is_in_the_price_and_in_what_is_said():
     job = make_job("mlp", "sgd")
     plans = [Plan.parse("dp=2")]

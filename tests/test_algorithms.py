@@ -41,6 +41,7 @@ def _calls(draw: st.DrawFn, size: int, names: Sequence[str]) -> list[Call]:
     return draw(st.lists(call, min_size=1, max_size=4))
 
 
+@pytest.mark.long
 @given(algorithm=st.sampled_from(ALGORITHMS), size=st.integers(1, 8), chunk_bytes=st.sampled_from([1, 28, 64, 4096]), data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_simulated_ranks_compute_what_one_process_does(algorithm: str, size: int, chunk_bytes: int, data: st.DataObject):
@@ -275,6 +276,7 @@ def test_after_an_abort_nothing_can_be_started():
             groups[0].all_reduce(torch.ones(2))
 
 
+@pytest.mark.long
 def test_who_waits_looks_for_a_rank_that_left():
     group = spelled_out(threaded_groups(2)[0], "ring", name="rank 0 (dp=0)", who_left=lambda: "rank 1 (dp=1)")
     with pytest.raises(PeerLostError, match=r"rank 0 \(dp=0\) lost rank 1 \(dp=1\), which has aborted, in all_reduce of 8 bytes\."):

@@ -35,14 +35,14 @@ def run(**environment: str) -> tuple[bool, int]:
     return found[0] == "True", int(found[1])
 
 
+@pytest.mark.long
 def test_freed_memory_is_kept():
     kept, pages = run()
     assert kept and pages < 100
 
 
-@pytest.mark.parametrize(
-    "setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, pytest.param({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}])
 def test_what_the_user_has_set_stays(setting: dict[str, str]):
     kept, pages = run(**setting)
     assert not kept and pages > 4000

@@ -19,6 +19,7 @@ from meshloom.graph.unify import settle, unify
 from meshloom.job import Job
 from meshloom.plan import Plan
 from meshloom.verify.run import verify
+from tests.covering import few
 from tests.jobs import Samples, make_job
 
 pytestmark = [
@@ -71,7 +72,7 @@ def most_parts(mix: Callable[[Tensor], Tensor], length: int) -> int:
     return max(sum(1 for _ in axis.leaves()) for tensors in layout.values.values() for axes in tensors for axis in axes)
 
 
-@pytest.mark.parametrize("mix", [torch.tanh, padded, before, differences, doubling])
+@pytest.mark.parametrize("mix", few([padded, torch.tanh, before, differences, doubling], 2))
 def test_parts_are_as_many_for_a_long_text_as_for_a_short_one(mix: Callable[[Tensor], Tensor]):
     """A text and itself one token on were made one axis of as many parts as there are tokens: minutes at 800, a RecursionError at 900."""
     parts = most_parts(mix, 128)
@@ -98,7 +99,7 @@ def test_an_axis_that_occurs_twice_is_split_where_that_ends():
     assert [leaf.size for leaf in half.leaves()] == [300, 200]
 
 
-@pytest.mark.parametrize("newer_first", [True, False])
+@pytest.mark.parametrize("newer_first", few([True, False]))
 def test_ways_do_not_grow_with_the_number_of_layers(newer_first: bool):
     """Every layer made the axis of the one before the same as its own. Who then asked what an axis is went through all layers: half of the time that
     80 of them took to be followed. With this many it would be minutes."""

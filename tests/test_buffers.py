@@ -255,6 +255,7 @@ def test_other_buffers_are_one_devices():
     assert not world.notes()
 
 
+@pytest.mark.long
 def test_other_buffers_with_draws_in_the_forward():
     class Drawn(Others):
         def forward(self, x: Tensor) -> Tensor:

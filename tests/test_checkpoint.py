@@ -29,6 +29,7 @@ def test_slices_saved_on_some_ranks_are_read_on_others(saved_on, tmp_path):
                 assert checkpoint.shape(piece.key) == piece.shape
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_any_range_is_read_from_whatever_pieces_hold_it(data, tmp_path_factory):

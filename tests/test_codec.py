@@ -98,6 +98,7 @@ def sent(message: Any, holding: Holding) -> Any:
     return decode(*read_frames([bytearray(frame) for frame in frames], LIMITS), holding)
 
 
+@pytest.mark.long
 @given(message=MESSAGES)
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_what_is_sent_arrives(message: Any) -> None:

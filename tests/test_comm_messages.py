@@ -50,6 +50,7 @@ def test_a_header_that_is_cut_off_or_goes_on_is_refused(header: Header, tensors:
         read_header(written + data.draw(st.binary(min_size=1, max_size=200)), LIMITS)
 
 
+@pytest.mark.long
 @given(header=headers, tensors=descriptions, data=st.data())
 @settings(max_examples=300)
 def test_bytes_have_one_meaning_or_none(header: Header, tensors: list[Described], data: st.DataObject):

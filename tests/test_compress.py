@@ -25,6 +25,7 @@ from meshloom.exchange.topk import TopK
 from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.covering import few
 from tests.exchange_world import data
 from tests.jobs import make_job
 
@@ -251,7 +252,7 @@ COMPRESSED = ["bf16", "powersgd:2", "topk:0.05"]
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("compress", COMPRESSED)
+@pytest.mark.parametrize("compress", few(COMPRESSED))
 def test_a_model_learns_from_what_arrives(compress: str) -> None:
     """All data in every step, so that the loss falls without noise."""
     job = make_job("mlp", "sgd", batch_size=30, steps=60, scheduler=None)

@@ -22,6 +22,7 @@ from meshloom.graph.stages import cut_into_stages
 from meshloom.job import Job
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.staging import with_changes_placed
+from tests.covering import few
 from tests.division import RATES
 from tests.jobs import make_job, vectors
 from tests.pipelines import run_pipeline, subject_of
@@ -84,7 +85,7 @@ def job_of(model: Callable[[], nn.Module]) -> Job:
     return replace(make_job("mlp", "sgd"), model=model)
 
 
-@pytest.mark.parametrize("model", [ListOfOne, Permuted, Expanded])
+@pytest.mark.parametrize("model", few([ListOfOne, Permuted, Expanded]))
 def test_a_model_cut_at_every_place_equals_one_device(model: Callable[[], nn.Module]):
     """A normalising flow under pp=2 ended in "view size is not compatible": a value with gaps in memory arrived contiguous, what was computed of
     it was, too, and a view that one device can make could not be made. A list of one tensor crossed as if it were a tensor ("'tuple' object has

@@ -84,6 +84,7 @@ KILLED_BEFORE_IT_WENT_BACK: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @given(**RUNS)
 @example(**KILLED_BEFORE_IT_WENT_BACK)
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -111,6 +111,7 @@ def test_a_server_s_last_words_arrive():
             connections.send(1, Header(kind=1))
 
 
+@pytest.mark.long
 def test_a_server_that_comes_back_is_found_and_gets_nothing_of_old_connections():
     endpoint = server()
     address = endpoint.address
@@ -134,6 +135,7 @@ def test_a_server_that_comes_back_is_found_and_gets_nothing_of_old_connections()
         endpoint.close()
 
 
+@pytest.mark.long
 def test_a_worker_waits_for_a_server_that_is_not_there_yet():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -240,6 +242,7 @@ def refusal_of(endpoint: Endpoint, connections: Connections) -> str:
     return str(refused.value)
 
 
+@pytest.mark.long
 def test_a_worker_without_the_job_s_key_is_refused():
     others_server, others = make_keys()
     forged = WorkerKey(public=others.public, secret=others.secret, servers_public=SERVER.public)

@@ -84,6 +84,7 @@ def stress(program: Path, ranks: int, batches: int, seed: int) -> None:
     assert done.stdout == f"{ranks} ranks, {batches * 6} calls: as computed.\n"
 
 
+@pytest.mark.long
 def test_averages_of_small_integers_over_many_ranks(tmp_path: Path) -> None:
     """The number of ranks need not fit into the type of the elements."""
     compiler = shutil.which("gcc") or shutil.which("cc") or pytest.skip("There is no C compiler.")
@@ -108,6 +109,7 @@ def test_the_compiler_has_nothing_to_say(path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_calls_of_three_ranks_have_no_race(tmp_path: Path) -> None:
     stress(build(tmp_path), 3, 300, 0)
 

@@ -15,6 +15,7 @@ from meshloom.graph.programs import Programs
 from meshloom.graph.shapes import capture_shapes
 from meshloom.job import Job
 from meshloom.state.samples import first_batches
+from tests.covering import few
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ
 
@@ -208,7 +209,7 @@ def tied(stack: Stack) -> Stack:
     return stack
 
 
-@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize("name", few(FOLDED, 2))
 def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     make, names = FOLDED[name]
     folded, unfolded = both_readings(monkeypatch, job_of(make), torch.ones(4, 6))
@@ -217,7 +218,7 @@ def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[
     assert counted == names
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", few(READ, 2))
 def test_is_read_as_often_as_it_is_called(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     folded, unfolded = both_readings(monkeypatch, job_of(READ[name]), torch.ones(4, 6))
     assert folded.digest() == unfolded.digest()
@@ -242,6 +243,7 @@ def test_several_results(monkeypatch: pytest.MonkeyPatch, counted: list[str]) ->
     assert counted == ["Several"] * 2
 
 
+@pytest.mark.long
 def test_what_leaks_out_of_a_block_is_read_anew(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     """A forward that puts a value where nobody sees it: in a list outside of the model."""
     seen: list[Tensor] = []
@@ -264,6 +266,7 @@ def test_what_leaks_out_of_a_block_is_read_anew(monkeypatch: pytest.MonkeyPatch,
     assert sum(node.operator == "mean" for node in folded.nodes) == 3
 
 
+@pytest.mark.long
 def test_what_is_not_eager_is_read_anew(counted: list[str]) -> None:
     """Blocks that count their calls outside of the model: nobody can see it, and the comparison with eager does."""
     calls: list[int] = []

@@ -35,6 +35,7 @@ def _calls(draw: st.DrawFn, size: int) -> list[Call]:
     return draw(st.lists(call, min_size=1, max_size=6))
 
 
+@pytest.mark.long
 @given(hosts=_hosts(), seed=st.integers(0, 1000), data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_any_sequence_of_operations_equals_one_process(hosts: list[list[int]], seed: int, data: st.DataObject):
@@ -127,6 +128,7 @@ def test_a_failed_phase_is_told_with_the_operation_that_it_was_a_part_of():
         group.close()
 
 
+@pytest.mark.long
 def test_a_rank_that_has_left_ends_the_wait_of_the_others():
     whole = threaded_groups(4)
     inside, across = threaded_groups(2), threaded_groups(2)

@@ -19,6 +19,7 @@ from meshloom.plan import Plan
 from meshloom.state.chunks import Chunk
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.covering import few
 from tests.jobs import GPT, class_loss, make_job, vectors
 
 SLOW = pytest.mark.slow
@@ -219,7 +220,7 @@ def test_evaluation_looks_at_the_mean_and_changes_nothing(exchange: str) -> None
 
 
 @pytest.mark.parametrize("exchange", ["local_sgd", "diloco"])
-@pytest.mark.parametrize("save_after", [3, 4, 5])
+@pytest.mark.parametrize("save_after", few([3, 4, 5]))
 def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(exchange: str, save_after: int, tmp_path: Path) -> None:
     run = Halfway(exchange, tmp_path)
     losses, ends = [], {}

@@ -27,6 +27,7 @@ def test_an_epoch_visits_every_sample_once_in_the_shuffled_order():
     assert sorted(data.read[:10]) == list(range(10)) and data.read[:10] != data.read[10:]
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(
     num_samples=st.integers(1, 23),

@@ -44,6 +44,7 @@ def test_a_note_is_read_by_the_others():
     assert there.who_left() == "rank 1 (dp=1)"
 
 
+@pytest.mark.long
 def test_a_store_that_does_not_answer_is_asked_once(silent: SilentStore):
     notes = Notes(lambda: silent)  # type: ignore[arg-type, return-value]
     assert notes.who_left() is None
@@ -52,6 +53,7 @@ def test_a_store_that_does_not_answer_is_asked_once(silent: SilentStore):
     assert silent.asked == 1
 
 
+@pytest.mark.long
 def test_a_store_that_answers_late_is_asked_again(silent: SilentStore):
     notes = Notes(lambda: silent)  # type: ignore[arg-type, return-value]
     assert notes.who_left() is None

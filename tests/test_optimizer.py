@@ -23,6 +23,7 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.job import Job, NamedParameters
 from meshloom.state.checkpoint import Checkpoint, save
 from meshloom.state.optimizer import Updater
+from tests.covering import few
 
 Build = Callable[[NamedParameters], Any]
 
@@ -191,7 +192,7 @@ def on_one_device(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(name, kind, marks=() if kind == "zero" or name in UNDER_ALL else pytest.mark.long)
+        pytest.param(name, kind, marks=() if name in UNDER_ALL else pytest.mark.long)
         for name in BUILDS
         for kind in KINDS
         if kind != "one_copy" or name not in LOOK_AT_ALL
@@ -212,6 +213,7 @@ def test_slices_in_float32_too(name: str):
     assert_equal(world.parameters(), expected, "zero")
 
 
+@pytest.mark.long
 def test_state_is_divided_among_the_ranks():
     for name in ("AdamW", "Adafactor", "trust ratio", "muon and adamw"):
         world, _ = trained(job(BUILDS[name]), "zero")
@@ -220,6 +222,7 @@ def test_state_is_divided_among_the_ranks():
         assert sum(held) == total and max(held) < total / 2, (name, held)
 
 
+@pytest.mark.long
 def test_unused_parameters_are_left_alone():
     # AdamW moves a parameter whose gradient is zero, but not one whose gradient is None.
     for kind in KINDS:
@@ -240,7 +243,7 @@ def test_gradients_belong_to_the_exchange_afterwards():
             assert all(target is None or id(target) in kept or target.grad is None for target in updater._targets)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", few(KINDS, 2))
 @pytest.mark.parametrize("largest", [0.05, 1e6])
 def test_clipping_is_torchs_over_the_whole_model(kind: str, largest: float):
     the_job = job(BUILDS["AdamW"], clip_grad_norm=largest)
@@ -251,7 +254,7 @@ def test_clipping_is_torchs_over_the_whole_model(kind: str, largest: float):
         torch.testing.assert_close(each, expected[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", few(KINDS, 2))
 def test_schedulers_step_once_per_update(kind: str):
     schedules: list[Callable[[Any], Any]] = [
         lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: step / 3),  # starts at 0
@@ -374,19 +377,22 @@ def test_tensor_learning_rate_is_restored_in_place():
 
 @pytest.mark.parametrize(
     "schedule",
-    [
-        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.1),
-        lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 9)], [2]
-        ),
-        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
-        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
-        lambda optimizer: lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step]),
-        lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.ConstantLR(optimizer, 0.5, 3)]),
-        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
-        lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 5),
-    ],
+    few(
+        [
+            lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.1),
+            lambda optimizer: lr_scheduler.SequentialLR(
+                optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 9)], [2]
+            ),
+            lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+            lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+            lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
+            lambda optimizer: lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step]),
+            lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.ConstantLR(optimizer, 0.5, 3)]),
+            lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+            lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 5),
+        ],
+        3,
+    ),
 )
 def test_schedulers_resume_where_they_were(schedule: Callable[[Any], Any]):
     the_job = job(BUILDS["AdamW"], scheduler=schedule)

@@ -16,6 +16,7 @@ from tests.compositions import compositions
 relative = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any)
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(num_samples=st.integers(0, 11), shares=relative)
 def test_no_other_division_is_nearer_to_the_quotas(num_samples: int, shares: list[int]) -> None:

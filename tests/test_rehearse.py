@@ -83,6 +83,7 @@ def test_ranks_that_share_memory_hand_over_what_was_rehearsed(tmp_path: Path, ca
     capfd.readouterr()
 
 
+@pytest.mark.long
 def test_a_step_has_its_exchange_its_update_and_the_actions_of_its_rank():
     job = make_job("gpt", "sgd")
     found = rehearse(job, Plan.parse("pp=2,microbatches=3"), threads=1, common_memory=False)
@@ -99,6 +100,7 @@ def test_a_step_has_its_exchange_its_update_and_the_actions_of_its_rank():
     assert sum(each.optimizer for each in found.held) == whole.held[0].optimizer  # tied parameters have one owner
 
 
+@pytest.mark.long
 def test_a_rehearsal_leaves_threads_and_draws_as_they_were():
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     rehearse(make_job("cnn", "sgd"), Plan.parse("dp=2"), threads=2, common_memory=True)

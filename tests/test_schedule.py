@@ -35,6 +35,7 @@ def bound(name: str, p: int, m: int, v: int, rank: int) -> int:
     return min(m * v, published[name])
 
 
+@pytest.mark.long
 @given(name=NAMES, p=SIZES, m=st.integers(1, 17), v=st.integers(1, 4))
 @settings(max_examples=150, deadline=None)
 def test_every_schedule_is_legal_and_keeps_its_bound(name: str, p: int, m: int, v: int):
@@ -48,6 +49,7 @@ def test_every_schedule_is_legal_and_keeps_its_bound(name: str, p: int, m: int, 
     assert bool(schedule.split) == KINDS[name].split
 
 
+@pytest.mark.long
 @given(
     name=NAMES, p=SIZES, m=st.integers(1, 12), v=st.integers(1, 3), transfer=st.floats(0, 2),
     costs=st.lists(st.floats(0.1, 5), min_size=54, max_size=54), sizes=st.lists(st.floats(0.2, 1), min_size=12, max_size=12),

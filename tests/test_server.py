@@ -34,7 +34,7 @@ def equal(model: str, optimizer: str | Callable[[Any], Any], plan: str) -> bool:
     [
         ("mlp", "sgd", ONE),
         ("cnn", "adamw", THREE),
-        ("gpt", "muon", ONE),
+        pytest.param("gpt", "muon", ONE, marks=pytest.mark.long),
         pytest.param("gpt", "muon", THREE, marks=pytest.mark.long),
         pytest.param("branch", "adafactor", THREE, marks=pytest.mark.long),
         pytest.param("unused_twice", "adamw", ONE, marks=pytest.mark.long),
@@ -47,6 +47,7 @@ def test_servers_equal_one_device(model: str, optimizer: str, plan: str) -> None
     assert equal(model, optimizer, plan)
 
 
+@pytest.mark.long
 def test_synchronised_batch_statistics_go_with_servers() -> None:
     assert equal("cnn", "sgd", "dp=2,exchange=server,sync_batch_norm=true")
 

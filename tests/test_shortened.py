@@ -90,6 +90,7 @@ def unshared(program: Program) -> dict[str, Any]:
         return _costs(program)
 
 
+@pytest.mark.long
 def test_costs_of_blocks_that_share_and_update_are_those_of_all_of_them(stack: Program):
     short = shortened(stack)
     assert short is not None and short.num_blocks >= 8 and len(short.program.nodes) < len(stack.nodes) * 3 / 4
@@ -110,6 +111,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]
     return call
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, {"microbatches": 2}, {"microbatches": 2, "dp": 2}])
 def test_memory_of_a_step_is_that_of_all_of_them(stack: Program, whole: Any, settings: dict[str, int]):
     def found() -> Any:
@@ -142,6 +144,7 @@ def test_what_is_left_out_is_what_only_those_blocks_have(stack: Program):
     assert len(whole.buffers) - len(program.buffers) == left * 3
 
 
+@pytest.mark.long
 def test_blocks_whose_results_are_all_used_are_all_gone_through():
     assert shortened(program_of(lambda: Stack(9, of_all))) is None
 

@@ -22,6 +22,7 @@ from meshloom.plan import Plan
 from meshloom.report.progress import QUIET, Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.covering import few
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's, of its own Adagrad and SparseAdam
 
@@ -118,7 +119,7 @@ def _read(trainer: Trainer) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", few(PLANS, 2))
 @pytest.mark.parametrize("size", list(SIZES))
 @pytest.mark.parametrize("optimizer", ["SparseAdam", pytest.param("SGD", marks=pytest.mark.long), pytest.param("Adagrad", marks=pytest.mark.long)])
 def test_a_sparse_step_is_one_device_s(optimizer: str, size: str, plan: str) -> None:
@@ -161,6 +162,7 @@ def trained_whole(the_job: Job, plan: str) -> dict[str, Tensor]:
         return dict(trainer.together(lambda replica: replica.whole_state())[0])
 
 
+@pytest.mark.long
 def test_what_is_not_possible_is_refused_by_name() -> None:
     for plan in ("tp=2", "pp=2", "dp=2,exchange=async"):
         with pytest.raises(JobError, match="SparseAdam needs sparse gradients, and gradients are dense in .* Use a plan of dp alone"):

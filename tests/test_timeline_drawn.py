@@ -274,6 +274,7 @@ def test_labels_lie_in_their_boxes(name: str):
         assert any(box.x0 < inner.x0 and inner.x1 < box.x1 and box.y0 < inner.y0 and inner.y1 < box.y1 for box in boxes), label.get_text()
 
 
+@pytest.mark.long
 def test_svg_is_xml_and_the_same_each_time(tmp_path: Path):
     for name in ("one.svg", "two.svg"):
         save_picture(grid(), tmp_path / name, "dp=2,pp=2,tp=2")

@@ -16,6 +16,7 @@ from meshloom.errors import CheckpointError, CollectiveError, DataError, JobErro
 from meshloom.job import Evaluate, Job
 from meshloom.report.progress import Listener
 from meshloom.trainer import Batch, Trainer
+from tests.covering import few
 from tests.jobs import MLP, class_loss, make_job, vectors
 
 
@@ -35,6 +36,7 @@ def train(trainer: Trainer, before_step: Callable[[], Any]) -> None:
 # --- Equal runs.
 
 
+@pytest.mark.long
 def test_plans_with_the_same_chunks_have_the_same_curve() -> None:
     job = make_job("gpt", "sgd", steps=6)
     expected = losses(job, "dp=1,microbatches=6")
@@ -190,7 +192,7 @@ def test_evaluation_does_not_change_training() -> None:
     assert found == losses(job, "dp=2")
 
 
-@pytest.mark.parametrize("plan", ["dp=3", "dp=2,microbatches=3,zero=1", "dp=4,sync_batch_norm=true", "dp=2,bucket_bytes=100"])
+@pytest.mark.parametrize("plan", few(["dp=3", "dp=2,microbatches=3,zero=1", "dp=2,bucket_bytes=100", "dp=4,sync_batch_norm=true"], 3))
 @pytest.mark.parametrize("model", ["cnn", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt", "branch"))])
 def test_predicted_bytes_are_the_counted_ones(plan: str, model: str) -> None:
     job = make_job(model, "muon", steps=3, clip_grad_norm=1.0, drop_last=True)

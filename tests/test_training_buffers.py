@@ -16,6 +16,7 @@ from meshloom.state import chunk_writes, recurrence
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.buffer_jobs import CASES, Annealed, Sliced, Trained, by_the_rule, job_of
+from tests.covering import few
 
 PLANS = [
     "dp=2", "microbatches=4", "tp=2", "dp=3,microbatches=2,zero=1", "tp=2,microbatches=3", "dp=2,pp=2,tp=2,microbatches=2", "pp=2,microbatches=4,schedule=1f1b",
@@ -105,6 +106,7 @@ class Joined(nn.Module):
         return self.annealed(self.norm(self.first(x)))
 
 
+@pytest.mark.long
 def test_with_synchronised_batch_statistics_microbatches_read_what_the_step_found():
     report = verify(
         job_of("annealed", model=Joined), Plan.parse("dp=2,microbatches=2,sync_batch_norm=true"), devices="simulated", dtype=torch.float64, steps=2
@@ -145,7 +147,7 @@ PLANTED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(
     ("plant", "case", "plan"),
     [
-        *((*planted, "dp=2,microbatches=2") for planted in PLANTED),
+        *few(((*planted, "dp=2,microbatches=2") for planted in PLANTED), 2),
         *(
             pytest.param(*planted, "pp=2,microbatches=4,schedule=zb-h1", marks=pytest.mark.slow if number else pytest.mark.long)
             for number, planted in enumerate(PLANTED)

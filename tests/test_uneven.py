@@ -26,6 +26,7 @@ from meshloom.trainer import Trainer
 from meshloom.verify.reference import Reference
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify
+from tests.covering import few
 from tests.held import step_of
 from tests.jobs import class_loss, make_job
 from tests.processes import on_ranks
@@ -76,7 +77,7 @@ def test_shares_that_change_in_the_middle_of_a_run_do_not_change_what_is_learned
             torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("cnn", "adamw"), ("gpt", "muon"), ("branch", "sgd")])
+@pytest.mark.parametrize(("model", "optimizer"), few([("cnn", "adamw"), ("gpt", "muon"), ("branch", "sgd")]))
 def test_where_chunks_matter_they_are_those_of_the_record(model: str, optimizer: str) -> None:
     job = make_job(model, optimizer, steps=5)
     plan = Plan(dp=3, microbatches=2, shares="measured", keyed_draws=True)

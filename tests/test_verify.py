@@ -25,6 +25,7 @@ from meshloom.verify.hold import Holding
 from meshloom.verify.reference import Reference
 from meshloom.verify.report import Report, print_report
 from meshloom.verify.run import verify
+from tests.covering import few
 from tests.jobs import MODELS, OPTIMIZERS, images, make_job, token_loss, vectors
 
 
@@ -63,7 +64,7 @@ def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, d
 
 
 @pytest.mark.parametrize("model", ["cnn", pytest.param("gpt", marks=pytest.mark.long)])
-@pytest.mark.parametrize("plan", ["dp=2,microbatches=2", "dp=3,zero=1", "dp=4"])
+@pytest.mark.parametrize("plan", few(["dp=2,microbatches=2", "dp=3,zero=1", "dp=4"]))
 def test_synchronised_statistics_equal_one_device(model, plan):
     report = run(make_job(model, "sgd", drop_last=True), f"{plan},sync_batch_norm=true", torch.float64)
     assert report.passed
@@ -145,7 +146,7 @@ def test_a_failing_report_names_step_module_and_cause(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", few(["adamw", "muon"]))
 def test_nothing_is_kept_of_the_tensors_that_are_compared(optimizer, dtype):
     """The story: rank 0 held fifteen copies of a model beside its own, each of them gathered on every other rank, too, so that 124M parameters took 15 GB."""
     reference = Reference(make_job("gpt", optimizer), Plan(dp=2), dtype)

@@ -136,7 +136,7 @@ def test_who_means_it_gets_more_ranks() -> None:
         ("dp=5,microbatches=2", ""),
         ("dp=2,microbatches=7", "fills 12 of 14 chunks"),
         pytest.param("tp=31", "tp=31 divides no parameter of the model", marks=pytest.mark.long),
-        ("pp=6", "leaves 4 ranks along pp (2, 3, 4, 5) without any parameters"),
+        pytest.param("pp=6", "leaves 4 ranks along pp (2, 3, 4, 5) without any parameters", marks=pytest.mark.long),
     ],
 )
 def test_ranks_without_work_are_said_at_the_start(plan: str, sentence: str) -> None:
@@ -170,6 +170,7 @@ def _with_dropout(plan: str, found: dict[str, list[float]]) -> None:
         found[plan] = [trainer.step(batch) for batch in trainer.batches()]
 
 
+@pytest.mark.long
 def test_trainers_of_several_threads_do_not_disturb_each_other() -> None:
     """They seed and draw from the same generators, so that each got some of the other's draws."""
     alone: dict[str, list[float]] = {}
