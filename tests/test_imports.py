@@ -38,12 +38,13 @@ ORDER = [
     ["job"],
     ["plan", "random", "cluster"],
     ["plan_exchange", "plan_shares", "links"],
-    ["mesh", "costs", "timings", "cache"],
+    ["mesh", "costs", "timings", "cache", "typed_json"],
     ["errors"],
 ]
 LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}
 PLAIN_VALUES = {  # import no torch
-    "mesh.py", "plan.py", "plan_exchange.py", "plan_shares.py", "cluster.py", "links.py", "costs.py", "timings.py", "cache.py", "errors.py", "pipeline/schedule.py"
+    "mesh.py", "plan.py", "plan_exchange.py", "plan_shares.py", "cluster.py", "links.py", "costs.py", "timings.py", "cache.py", "typed_json.py", "errors.py",
+    "pipeline/schedule.py",
 }  # fmt: skip
 MAY_NAME_DISTRIBUTED = ("comm/", "launch/")
 MAY_READ_ENVIRONMENT = ("launch/environment.py",)

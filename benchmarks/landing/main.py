@@ -99,7 +99,7 @@ def divided(samples: int, size: gpt.Size) -> tuple[Partition, nn.Module, list[Te
     batches = [[data.tensors[0][:samples]], [data.tensors[0][samples:]]]
     job = Job(model=lambda: gpt.make_model(size), loss=gpt.loss, optimizer=gpt.make_optimizer, data=lambda: data, batch_size=samples, steps=1)
     layout = layout_of(capture(job, (batches[0], batches[1])), BUILT_IN)
-    return partition(choose(layout, 2, rates_for(layout, 2))), gpt.make_model(size), batches[0]
+    return partition(choose(layout, 2, rates_for(layout.program, 2))), gpt.make_model(size), batches[0]
 
 
 def compare(size: gpt.Size, batch: int, num_chunks: int, dp: int) -> str:

@@ -55,6 +55,8 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
         shares = shares_of(readings, plan, division, stages, batch_size=arguments.batch, optimizer_factor=description.optimizer_factor)
         print("", *lines_of_ranks(shares), sep="\n", file=stream)
         records.write("ranks", plan=str(plan), ranks=[asdict(each) for each in shares])
+    if readings.stored and not arguments.timings:
+        print(*readings.stored.warnings, sep="\n", end="\n" if readings.stored.warnings else "", file=stream)
     if arguments.timings:
         seconds = {"start": started, **readings.timings.seconds}
         told = ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items())

@@ -20,6 +20,7 @@ from meshloom.graph.layout import Layout
 from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import Placement, cut_of
 from meshloom.graph.problem import Held, NoWayError, Problem
+from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates, default_rates, rates_here
 from meshloom.graph.strategies import Strategy
 
@@ -94,13 +95,13 @@ def choose(
         return _choice(problem, *problem.solve(memory_bytes))
 
 
-def rates_for(layout: Layout, num_ranks: int) -> Rates:
+def rates_for(program: Program, num_ranks: int) -> Rates:
     """Rates of this machine, as far as they were measured, for the device and most of the parameters of a program. Raises `MachineError`."""
     sizes: Counter[str] = Counter()
-    for each in layout.program.parameters.values():
+    for each in program.parameters.values():
         sizes[str(each.meta.dtype).removeprefix("torch.")] += math.prod(each.meta.shape)
     (dtype, _), *_ = sizes.most_common(1) or [("float32", 0)]
-    return rates_here(layout.program.device.type, num_ranks, dtype)
+    return rates_here(program.device.type, num_ranks, dtype)
 
 
 def numbers_of_choice(choice: Choice) -> list[int]:

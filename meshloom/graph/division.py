@@ -92,7 +92,7 @@ class Division:
         def cheapest() -> Choice:
             limit = self._memory_bytes * self._num_stages if self._memory_bytes and held is None else None
             weighed = layout_of(priced, self._rules) if priced else layout
-            self.rates = self._given or rates_for(weighed, self._group.size)
+            self.rates = self._given or rates_for(weighed.program, self._group.size)
             rates, stored = self.rates, self._stored if held is None and priced is None else None
 
             def choose_here() -> Choice:

@@ -90,6 +90,11 @@ def parts_of_reading(model: nn.Module, loss: LossFunction, leaves: Leaves, *, va
     }
 
 
+def parts_of_function(function: Callable[..., Any], what: str) -> dict[str, str]:
+    """The parts that a function of the job's depends on, besides what it is given. what: it is, for people. Raises `UnknownError`."""
+    return {"source files": _sources(), "settings of torch": digest_of(repr(_settings())), what: _of(lambda into: into.add(function, f"the {what}"))}
+
+
 def versions() -> str:
     """Of Python, PyTorch, this package and whatever else is installed."""
     packages = sorted(

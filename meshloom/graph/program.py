@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -117,6 +118,10 @@ class Program:
 
     def digest(self) -> str:
         """A short hash of all that it computes: equal for programs that are the same, in any process. The user's lines do not count."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         facts: list[Any] = [dict(self.parameters), dict(self.buffers), self.inputs, self.outputs, self.out_spec, dict(self.updates)]
         facts += [sorted(self.in_place), self.device, self.training, self.precision, self.by_shapes, dict(self.others)]
         for node in self.nodes:

@@ -32,6 +32,7 @@ from meshloom.graph.sparse_constants import empty_like
 from meshloom.job import Job
 
 SMALL = 4096  # elements
+Built = tuple[nn.Module, FakeTensorMode]
 
 
 def capture_shapes(
@@ -43,6 +44,7 @@ def capture_shapes(
     device: torch.device | str = "cpu",
     small: int = SMALL,
     kept: Callable[[nn.Module, Leaves, Callable[[], Program]], Program] | None = None,
+    built: Callable[[Callable[[], Built]], Built] | None = None,
 ) -> Program:
     """The program of `job.loss` for batches of the shapes of `batch`, as `capture` gives it but without values: it can be looked at, not run.
 
@@ -51,13 +53,18 @@ def capture_shapes(
     device: where the model and the batch are said to lie; it need not be there. The code takes its way on a CPU, and autocast casts as on one.
     small: most elements of a tensor that has values while the model is built.
     kept: gives the program for the model and the batch without values, or what the function that it is handed reads.
+    built: gives the model, which nothing has read yet, or what the function that it is handed builds.
     Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger tensor.
     """
     leaves = leaves_of(batch)
     check_tensors(leaves)
     where = torch.device(device)
+
+    def build_here() -> Built:
+        return model_by_shapes(job, dtype, training=training, small=small)
+
     with reading(dtype), on_cpu(where):
-        model, mode = model_by_shapes(job, dtype, training=training, small=small)
+        model, mode = built(build_here) if built else build_here()
         shapes = Leaves({name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
 
         def read() -> Program:
@@ -70,7 +77,7 @@ def capture_shapes(
         return kept(model, shapes, read) if kept else read()
 
 
-def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool, small: int = SMALL) -> tuple[nn.Module, FakeTensorMode]:
+def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool, small: int = SMALL) -> Built:
     """The job's model with parameters and buffers that have everything but values, on the CPU; and the mode that batches for it are made in.
 
     dtype, small: as in `capture_shapes`.

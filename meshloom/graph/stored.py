@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -21,6 +21,9 @@ from meshloom.graph.smaller import Smaller
 from meshloom.graph.transfer import pack, unpack
 from meshloom.job import LossFunction
 from meshloom.timings import Timings
+from meshloom.typed_json import plain, typed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +94,26 @@ class Stored:
 
     def choice(self, kind: str, program: Program, parts: Mapping[str, Any]) -> Any:
         """What was chosen for a program, as JSON; None if nothing was. parts: what it depends on besides."""
-        return json.loads(found) if (found := self._cache.get(kind, "", self._parts(program, parts)).content) is not None else None
+        found = self._cache.get(kind, "", self._parts(program, parts))
+        if found.refused:
+            self._warn(f"What an earlier run found ({kind}) is not used: {found.why}.")
+        return json.loads(found.content) if found.content is not None else None
 
     def keep_choice(self, kind: str, program: Program, parts: Mapping[str, Any], value: Any) -> None:
         """For later runs. value: JSON."""
         self._cache.put(kind, "", self._parts(program, parts), json.dumps(value).encode())
+
+    def value(self, kind: str, program: Program, parts: Mapping[str, Any], of: Any, make: Callable[[], T]) -> T:
+        """What `make` finds out about a program, as an earlier run found it. of: its type, of what `typed_json.py` knows."""
+        known = self.choice(kind, program, parts)
+        if known is not None:
+            try:
+                return typed(of, known)
+            except (ValueError, TypeError):  # not ours, however it came to have this name
+                pass
+        made = make()
+        self.keep_choice(kind, program, parts, plain(made))
+        return made
 
     def _parts(self, program: Program, parts: Mapping[str, Any]) -> dict[str, str]:
         return {"versions": self._versions, "program": program.digest(), **{name: digest_of(repr(each)) for name, each in parts.items()}}

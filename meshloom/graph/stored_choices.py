@@ -1,4 +1,4 @@
-"""How a program was divided and cut in an earlier run, where the program, the plan and the rates are the same."""
+"""What a program costs and how it was divided and cut, as an earlier run found it, where the program, the plan and the rates are the same."""
 
 from __future__ import annotations
 
@@ -7,12 +7,46 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from meshloom.graph.choose import Choice, choice_of_numbers, digest_of_choice, numbers_of_choice
+from meshloom.graph.cost import Cost, Kept
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.intervals import StageCost
 from meshloom.graph.layout import Layout
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
 from meshloom.graph.stored import Stored
+
+
+def costs_before(stored: Stored | None, program: Program, price: Callable[[Program], Mapping[str, Cost]]) -> Mapping[str, Cost]:
+    """What `price` gives for a program, which is kept. Of a node stand its numbers, in the order of `Cost`, and what it keeps."""
+    if stored is None:
+        return price(program)
+    known = stored.choice("costs", program, {})
+    try:
+        return {node.name: _cost(each) for node, each in zip(program.nodes, known or (), strict=True)}
+    except (ValueError, TypeError):  # none is kept, or it is not ours
+        pass
+    found = price(program)
+    stored.keep_choice(
+        "costs",
+        program,
+        {},
+        [[*_numbers(found[node.name]), [[each.memory, each.num_bytes] for each in found[node.name].kept]] for node in program.nodes],
+    )
+    return found
+
+
+def _numbers(cost: Cost) -> tuple[int, ...]:
+    return (
+        cost.flops, cost.backward_flops, cost.read_bytes, cost.written_bytes, cost.backward_read_bytes, cost.backward_written_bytes,
+    )  # fmt: skip
+
+
+def _cost(value: Sequence[Any]) -> Cost:
+    flops, backward_flops, read, written, backward_read, backward_written, kept = value
+    return Cost(
+        flops=flops, backward_flops=backward_flops, read_bytes=read, written_bytes=written, backward_read_bytes=backward_read,
+        backward_written_bytes=backward_written, kept=tuple(Kept(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept),
+    )  # fmt: skip
 
 
 def divided_before(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.cluster import Machine
+from meshloom.graph.fingerprint import parts_of_function
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
-from meshloom.job import Job
 from meshloom.planner.blocks import Block, blocks_of
 from meshloom.planner.memory import OPTIMIZER_FACTOR, Memory, predict_memory
 from meshloom.planner.readings import Readings
@@ -49,7 +49,7 @@ def describe(readings: Readings, *, batch_size: int | None = None, machine: Mach
     reading = readings.of(batch_size or job.batch_size)
     program = reading.program
     with readings.timings.of("memory of a step"):
-        memory, no_memory = _memory_of(program, job)
+        memory, no_memory = _memory_of(program, readings)
     with readings.timings.of("blocks"):
         whole = blocks_of(program, reading.costs, reading.kinds, machine)
     used = {ref.name for node in program.nodes for ref in node.operands()}
@@ -66,8 +66,16 @@ def describe(readings: Readings, *, batch_size: int | None = None, machine: Mach
     )
 
 
-def _memory_of(program: Program, job: Job) -> tuple[Memory | None, str]:
+def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str]:
+    job, stored = readings.job, readings.stored
+    parts: Mapping[str, str] = {}
     try:
+        parts = parts_of_function(job.optimizer, "optimizer") if stored else {}
+    except Exception:  # of the job's objects, when they are looked at, or because there is something that has no digest
+        stored = None
+    try:
+        if stored:
+            return stored.value("memory", program, parts, Memory, lambda: predict_memory(program, job.optimizer)), ""
         return predict_memory(program, job.optimizer), ""
     except Exception as error:  # the user's optimizer may do anything, and only memory is lost with it
         first = (str(error).strip() or "no message").splitlines()[0]

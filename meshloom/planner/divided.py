@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 from meshloom.cluster import Machine
 from meshloom.graph.choose import Choice, choose, rates_for
@@ -18,10 +21,19 @@ from meshloom.planner.readings import Readings
 
 @dataclass(frozen=True, kw_only=True)
 class Divided:
-    """A model divided over tp, and what every rank holds, computes and sends of it in a step."""
+    """A model divided over tp, and what every rank holds, computes and sends of it in a step.
 
-    part: Partition
+    depends: all that it depends on besides the program, for what is kept of it. make: gives `part`, which is not needed where all that is asked of it was kept.
+    """
+
     account: Account
+    depends: Mapping[str, Any]
+    make: Callable[[], Partition]
+
+    @cached_property
+    def part(self) -> Partition:
+        """Of the ranks."""
+        return self.make()
 
 
 def divided(readings: Readings, plan: Plan, *, batch_size: int | None = None, machine: Machine | None = None) -> Divided:
@@ -29,23 +41,33 @@ def divided(readings: Readings, plan: Plan, *, batch_size: int | None = None, ma
 
     Raises `CaptureError` if the loss cannot be read, and `PlanError` if it cannot be divided as the plan asks.
     """
-    job = readings.job
+    job, timings, stored = readings.job, readings.timings, readings.stored
     reading = readings.of(plan.largest_share(batch_size or job.batch_size)[0])
-    program, priced = reading.program, reading.costs
-    timings = readings.timings
-    with timings.of("axes"):
-        layout = layout_of(program, rules_with(job.rules))
-    rates = rates_of(machine, plan.tp) if machine is not None and machine.device == program.device.type else rates_for(layout, plan.tp)
-    with timings.of("choosing a division"):
-        placements, memory_bytes = plan.tp_placements, plan.memory_bytes or None
+    program = reading.program
+    rates = rates_of(machine, plan.tp) if machine is not None and machine.device == program.device.type else rates_for(program, plan.tp)
+    placements, memory_bytes = plan.tp_placements, plan.memory_bytes or None
+
+    @cache
+    def make() -> Partition:
+        with timings.of("axes"):
+            layout = layout_of(program, rules_with(job.rules))
 
         def choose_here() -> Choice:
-            return choose(layout, plan.tp, rates, placements=placements, memory_bytes=memory_bytes, priced=priced)
+            return choose(layout, plan.tp, rates, placements=placements, memory_bytes=memory_bytes, priced=reading.costs)
 
-        choice = divided_before(
-            readings.stored, layout, plan.tp, rates, choose_here, rules=job.rules, placements=placements, memory_bytes=memory_bytes
-        )
-    with timings.of("dividing"):
-        part = partition(choice)
-        account = account_of(part, priced, num_chunks=plan.microbatches, placements=plan.tp_placements, rates=rates.source)
-    return Divided(part=part, account=account)
+        with timings.of("choosing a division"):
+            choice = divided_before(stored, layout, plan.tp, rates, choose_here, rules=job.rules, placements=placements, memory_bytes=memory_bytes)
+        with timings.of("dividing"):
+            return partition(choice)
+
+    def account() -> Account:
+        part = make()
+        with timings.of("dividing"):
+            return account_of(part, reading.costs, num_chunks=plan.microbatches, placements=placements, rates=rates.source)
+
+    depends = {
+        "ranks": plan.tp, "rates": rates, "rules": sorted(job.rules.items()), "placements": placements, "memory": memory_bytes, "chunks": plan.microbatches,
+    }  # fmt: skip
+    with timings.of("choosing a division"):
+        found = stored.value("account", program, depends, Account, account) if stored else account()
+    return Divided(account=found, depends=depends, make=make)

@@ -50,11 +50,24 @@ def shares_of(
 ) -> tuple[RankShare, ...]:
     """`rank_shares` of a job, as its plan divides and cuts it. batch_size: of the global batch; default: the job's."""
     sizes = plan.largest_share(batch_size or readings.job.batch_size)
+    program, stored, choice = readings.of(sizes[0]).program, readings.stored, stages.choice if stages else None
+
+    def make() -> tuple[RankShare, ...]:
+        part = division.part if division else None
+        return rank_shares(program, plan, len(sizes), part=part, choice=choice, optimizer_factor=optimizer_factor)
+
     with readings.timings.of("ranks"):
-        return rank_shares(
-            readings.of(sizes[0]).program, plan, len(sizes),
-            part=division.part if division else None, choice=stages.choice if stages else None, optimizer_factor=optimizer_factor,
-        )  # fmt: skip
+        if stored is None:
+            return make()
+        stage_of = [choice.stage_of[node.name] for node in program.nodes] if choice else None
+        depends = {
+            "plan": str(plan),
+            "microbatches": len(sizes),
+            "factor": optimizer_factor,
+            "stages": stage_of,
+            **(division.depends if division else {}),
+        }
+        return stored.value("ranks", program, depends, tuple[RankShare, ...], make)
 
 
 def rank_shares(

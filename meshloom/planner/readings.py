@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import nn
 
 from meshloom.cache import Cache
 from meshloom.graph.cost import Cost, costs
+from meshloom.graph.leaves import Leaves
 from meshloom.graph.program import Program
-from meshloom.graph.shapes import capture_shapes
+from meshloom.graph.shapes import Built, capture_shapes
 from meshloom.graph.stored import Stored
+from meshloom.graph.stored_choices import costs_before
 from meshloom.job import Job
 from meshloom.state.samples import first_batches
 from meshloom.timings import Timings
@@ -20,17 +22,18 @@ from meshloom.timings import Timings
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """kinds: path of a module -> name of its class."""
+    """kinds: path of a module -> name of its class. stored: what earlier runs have found."""
 
     program: Program
     kinds: Mapping[str, str]
     timings: Timings = field(default_factory=Timings, compare=False)
+    stored: Stored | None = field(default=None, compare=False)
 
     @cached_property
     def costs(self) -> Mapping[str, Cost]:
         """Of its nodes."""
         with self.timings.of("prices"):
-            return costs(self.program)
+            return costs_before(self.stored, self.program, costs)
 
 
 class Readings:
@@ -41,6 +44,8 @@ class Readings:
         self.timings = Timings()
         self.stored = Stored(cache, self.timings) if cache is not None else None
         self._read: dict[int, Reading] = {}
+        self._built: Built | None = None  # a model that nothing has read
+        self._kinds: Mapping[str, str] = {}
 
     def of(self, samples: int) -> Reading:
         """For its first batch of so many samples. Raises `CaptureError` if the loss cannot be read, and what reading the data raises."""
@@ -51,15 +56,19 @@ class Readings:
 
     def _reading(self, samples: int) -> Reading:
         (batch,) = first_batches(self.job, 1, samples)
-        kinds: dict[str, str] = {}
+        program = capture_shapes(self.job, batch, kept=self._kept, built=self._model)
+        return Reading(program=program, kinds=self._kinds, timings=self.timings, stored=self.stored)
 
-        def model() -> nn.Module:
-            built = self.job.model()
-            if isinstance(built, nn.Module):
-                kinds.update({path: type(module).__name__ for path, module in built.named_modules(remove_duplicate=False)})
-            return built
+    def _model(self, build: Callable[[], Built]) -> Built:
+        """Built once for all sizes, unless it is read: that may leave something in it."""
+        if self._built is None:
+            self._built = build()
+            self._kinds = {path: type(module).__name__ for path, module in self._built[0].named_modules(remove_duplicate=False)}
+        return self._built
 
-        stored, loss = self.stored, self.job.loss
-        kept = (lambda model, leaves, read: stored.by_shapes(model, loss, leaves, read)) if stored else None
-        program = capture_shapes(replace(self.job, model=model), batch, kept=kept)
-        return Reading(program=program, kinds=kinds, timings=self.timings)
+    def _kept(self, model: nn.Module, leaves: Leaves, read: Callable[[], Program]) -> Program:
+        def read_it() -> Program:
+            self._built = None
+            return read()
+
+        return self.stored.by_shapes(model, self.job.loss, leaves, read_it) if self.stored else read_it()
