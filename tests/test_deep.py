@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from meshloom.graph.choose import choose
 from meshloom.graph.chosen import account_of
 from meshloom.graph.cost import costs
+from meshloom.graph.cut import choose_cuts
 from meshloom.graph.layout import layout_of
 from meshloom.graph.partition import partition
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.shapes import capture_shapes
+from meshloom.graph.stages import cut_into_stages
+from meshloom.graph.transfer import pack, unpack
 from meshloom.job import Job
 from meshloom.state.samples import first_batches
 from tests.jobs import Samples
@@ -56,12 +59,17 @@ def _job(num_blocks: int) -> Job:
 
 
 def _described(num_blocks: int) -> int:
-    """How many operators its program has, after all that `describe` does for a plan with tp."""
+    """How many operators its program has, after all that `describe` does for a plan with tp, and `train` for one with pp."""
     job = _job(num_blocks)
     (batch,) = first_batches(job, 1, 2)
     program = capture_shapes(job, batch)
     priced = costs(program)
     account_of(partition(choose(layout_of(program, BUILT_IN), 2, priced=priced)), priced)
+    packed = pack(program)
+    assert pack(unpack(packed)) == packed
+    stages = cut_into_stages(program, choose_cuts(program, priced, 4).stage_of, 4)
+    assert sum(len(each.program.nodes) for each in stages) == len(program.nodes)
+    assert max(len(each.program.nodes) for each in stages) <= len(program.nodes) // 4 + 4
     return len(program.nodes)
 
 

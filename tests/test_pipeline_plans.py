@@ -58,6 +58,15 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     assert max(error.error for step in report.steps for error in step.errors) < 1e-10
 
 
+def test_a_stage_without_parameters_divides_none_over_tp():
+    """Its ranks took part in bringing gradients together for Adafactor, with the whole parameters of the other stage."""
+    plan = Plan.parse("dp=2,pp=2,tp=2,microbatches=3,zero=1,schedule=zb-h1")
+    report = verify(make_job("cnn", "adafactor"), plan, devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+    assert min(report.owned) == 0 and max(report.owned) < 0.75
+
+
 @pytest.mark.parametrize("plan", ["dp=4,pp=2,microbatches=4,zero=1", "dp=3,pp=2,microbatches=5,schedule=zb-v", "dp=7,tp=2,microbatches=2,zero=1"])
 def test_replicas_with_fewer_chunks_or_none_keep_pace(plan: str):
     report = verify(make_job("unused_twice", "adamw"), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)

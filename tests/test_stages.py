@@ -217,6 +217,36 @@ def test_a_program_of_one_stage_is_itself():
     assert stage.program.nodes == program.nodes and stage.program.outputs == program.outputs
 
 
+class _Sums(nn.Module):
+    """Two sums, of which the graph calls the first `sum` and the second `sum_1`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.linear(x)
+        rows, total = made.sum(dim=0), made.square().sum()
+        return (rows * 0.5).mean() + total * 0.1
+
+
+def test_values_that_cross_may_be_called_as_functions_of_python_are():
+    """A stage's operand `sum` was written over another one, `sum_1`, as the function that runs its program cannot call an argument `sum`."""
+    x = torch.randn(3, 4, dtype=torch.float64)
+    torch.manual_seed(0)
+    module = _Sums().double()
+    program = capture_module(module, lambda module, batch: module(batch), (x, x))
+    names = [node.name for node in program.nodes]
+    assert {"sum", "sum_1"} <= {*names}
+    after = max(names.index("sum"), names.index("sum_1")) + 1
+    stages = cut_into_stages(program, {name: int(number >= after) for number, name in enumerate(names)}, 2)
+    assert {each.value for each in stages[1].incoming} == {"sum", "sum_1"}
+    state = dict(module.named_parameters())
+    crossing = dict(zip(stages[0].sent, stages[0].program.run_flat(state, {}, [x]), strict=False))
+    (loss,) = stages[1].program.run_flat(state, {}, [crossing[each.value] for each in stages[1].program.inputs])
+    assert torch.equal(loss, module(x))
+
+
 class _Shared(nn.Module):
     """One layer before and after a normalisation, and a parameter that nothing uses."""
 

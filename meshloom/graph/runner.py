@@ -155,7 +155,8 @@ def lower(
     graph = fx.Graph()
     entered, visit, special = (graph.placeholder(name) for name in ("entered", "visit", "special"))
     specials: list[Any] = []
-    made = {name: graph.placeholder(name) for name in given}
+    # Not by their names: fx would call one that is Python's, as `sum`, `sum_1`, which another may be called already.
+    made = {name: graph.placeholder(f"given_{number}") for number, name in enumerate(given)}
     contexts = contexts_of(program)
     opened: Callable[[], fx.Node] | None = None
     if open_numbers:

@@ -93,7 +93,7 @@ class Updater:
             held = lambda parameter: Held(names[id(parameter)], parameter, 0, parameter.numel(), tuple(parameter.shape))  # noqa: E731
             self._held = [[held(parameter) for group in each.param_groups for parameter in group["params"]] for each in self._optimizers]
         else:
-            self._divide(names, dict(parts or named_parameters), reaches)
+            self._divide(names, dict(named_parameters if parts is None else parts), reaches)
 
     def update(self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0) -> Steps[float | None]:
         """Clip and step; the gradient's norm before clipping, None if the job does not clip.
