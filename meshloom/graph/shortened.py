@@ -17,6 +17,8 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import numpy
+import torch
+from torch import Tensor
 
 from meshloom.graph.nodes import Node, Ref, refs_in
 from meshloom.graph.program import Program
@@ -29,6 +31,9 @@ NUM_KEPT = LAST + 1
 LITTLE = 8  # one of so many operators less is not worth it
 TRIED = 12  # lengths of a block,
 TURNS = (1, 2, 3, 4, 6)  # and these times as many operators
+_aten = torch.ops.aten
+_JOINING = (_aten.stack.default, _aten.cat.default)
+_PICKING = {_aten.select.int: (2,), _aten.slice.Tensor: (2, 3)}  # arguments that say which: a step of a loop over time has its own
 
 
 def node_by_node(
@@ -108,20 +113,30 @@ def shortened(program: Program) -> Shortened | None:
 
 
 class _Operators:
-    """The nodes of a program by what they are and by what they use."""
+    """The nodes of a program by what they are and by what they use.
+
+    Values are numbers: nodes by their places, then variables and autocast regions. What all nodes use is one array, so that a period costs a few passes over it.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
         kinds: dict[Any, int] = {}
         self._kinds = numpy.array([kinds.setdefault(_kind(node), len(kinds)) for node in program.nodes], dtype=int)
-        self._operands = [[ref.name for ref in node.operands()] for node in program.nodes]
         self._place = {node.name: place for place, node in enumerate(program.nodes)}
-        self._uses: dict[str, list[int]] = {}  # of variables and of autocast regions
-        for place, node in enumerate(program.nodes):
-            for name in (*(name for name in self._operands[place] if name not in self._place), *_regions(node)):
-                self._uses.setdefault(name, []).append(place)
+        numbers = dict(self._place)
+        used: list[int] = []
+        firsts = [0]
+        for node in program.nodes:
+            used.extend(numbers.setdefault(ref.name, len(numbers)) for ref in node.operands())
+            used.extend(numbers.setdefault(name, len(numbers)) for name in _regions(node))
+            firsts.append(len(used))
+        self._used, self._firsts = numpy.array(used, dtype=int), numpy.array(firsts, dtype=int)
+        self._user = numpy.repeat(numpy.arange(len(program.nodes)), numpy.diff(self._firsts))  # of what stands at a place in `_used`
+        self._names = list(numbers)
         self._metas: dict[str, Any] = {each.value: each.meta for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)}
         self._metas |= {name: object() if is_sparse(each) else (each.shape, each.dtype, strides_of(each)) for name, each in program.constants.items()}
+        self._order = numpy.argsort(self._used, kind="stable")  # all uses, value by value
+        self._sorted = self._used[self._order]
         self._returned = sorted(self._place[ref.name] for ref in refs_in(program.outputs) if ref.name in self._place)
         self._updates = {self._place[ref.name] for ref in program.updates.values() if ref.name in self._place}
 
@@ -138,58 +153,118 @@ class _Operators:
 
     def runs(self, period: int) -> list[tuple[int, int]]:
         """Where runs of blocks of so many operators begin, and how many blocks they have, if these are more than are kept."""
-        same = numpy.concatenate([[False], self._kinds[:-period] == self._kinds[period:], [False]])
-        edges = numpy.flatnonzero(same[1:] != same[:-1])
+        moves, latest = self._moves(period)
+        edges = numpy.flatnonzero(numpy.diff(numpy.concatenate([[False], moves, [False]]).astype(int)))
         found: list[tuple[int, int]] = []
         for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            if last - first < (NUM_KEPT - 1) * period:
+                continue
             start = first
-            for place in range(first, last + 1):
-                if place == last or not self._moves(place, period, start):
-                    count = (place - start) // period + 1
-                    if count > NUM_KEPT and self._is_left_at_its_end(start, period, count):
-                        found.append((start, count))
-                    start = place + 1
+            inside = first + numpy.flatnonzero(latest[first:last] >= first)
+            for place in (*inside.tolist(), last):
+                if place < last and latest[place] < start:
+                    continue
+                count = (place - start) // period + 1
+                if count > NUM_KEPT and self._is_left_at_its_end(start, period, count):
+                    found.append((start, count))
+                start = place + 1
         return found
 
-    def _moves(self, place: int, period: int, start: int) -> bool:
-        """Whether an operator of a run uses what the one a block later uses, a block earlier, or the same from outside."""
-        nodes = self._program.nodes
-        pairs = zip(self._operands[place], self._operands[place + period], strict=True)
-        regions = zip(_regions(nodes[place]), _regions(nodes[place + period]), strict=True)
-        return all(self._is_pair(one, other, place, period, start) for one, other in chain(pairs, regions))
+    def _moves(self, period: int) -> tuple[Any, Any]:
+        """[place]: whether an operator uses what the one a block later uses, a block earlier, or the same from outside; and the last of the latter.
 
-    def _is_pair(self, one: str, other: str, place: int, period: int, start: int) -> bool:
-        made = self._place.get(one)
-        if one == other:
-            return made is None or made < start
-        if made is not None:
-            return self._place.get(other) == made + period and place - made <= period
-        if other in self._place or self._metas.get(one, other) != self._metas.get(other, other):
+        A run in which that is so begins behind it.
+        """
+        count = max(len(self._kinds) - period, 0)
+        moves = self._kinds[:count] == self._kinds[period:]
+        latest = numpy.full(count, -1)
+        places = numpy.flatnonzero(moves[self._user[: self._firsts[count]]])  # in `_used`, of what they use
+        users = self._user[places]
+        one, other = self._used[places], self._used[places - self._firsts[users] + self._firsts[users + period]]
+        nodes = len(self._kinds)
+        same = (one == other) & (one < nodes)
+        numpy.maximum.at(latest, users[same], one[same])
+        moved = (one < nodes) & (other == one + period) & (users - one <= period)
+        given = (one >= nodes) & (other >= nodes) & (one != other)
+        wrong = ~(moved | (one == other) | given)
+        moves[users[wrong]] = False
+        pairs: dict[tuple[int, int], bool] = {}
+        for place in numpy.flatnonzero(given).tolist():
+            pair = int(one[place]), int(other[place])
+            if pair not in pairs:
+                pairs[pair] = self._are_counterparts(*pair, period)
+            if not pairs[pair]:
+                moves[users[place]] = False
+        return moves, latest
+
+    def _are_counterparts(self, one: int, other: int, period: int) -> bool:
+        """Whether two variables are alike, and the second is used where the first is, a block later."""
+        first, second = self._names[one], self._names[other]
+        if self._metas.get(first, second) != self._metas.get(second, second):
             return False
-        return self._uses[other] == [use + period for use in self._uses[one]]
+        return numpy.array_equal(self._uses(one) + period, self._uses(other))
+
+    def _uses(self, value: int) -> Any:
+        """The nodes that use it."""
+        first, last = numpy.searchsorted(self._sorted, [value, value + 1])
+        return self._user[self._order[first:last]]
 
     def _is_left_at_its_end(self, start: int, period: int, count: int) -> bool:
-        """Whether nothing behind a run uses what lies before its last block, and blocks update buffers alike."""
+        """Whether nothing behind a run uses what lies before its last block but to join all of it, and blocks update buffers alike."""
         end = start + count * period
-        used = chain(self._returned, (self._place.get(name, -1) for names in self._operands[end:] for name in names))
-        if any(start <= place < end - period for place in used):
+        if any(start <= place < end - period for place in self._returned):
             return False
-        return all((place in self._updates) == (place + period in self._updates) for place in range(start, end - period))
+        if any((place in self._updates) != (place + period in self._updates) for place in range(start, end - period)):
+            return False
+        return self._joined(start, period, count) is not None
+
+    def _joined(self, start: int, period: int, count: int) -> list[int] | None:
+        """Operators of a block, counted from its first, that nodes behind the run join: of all blocks but the outermost alike. None: they use others."""
+        first, end = start + period, start + (count - 1) * period
+        behind = self._used[self._firsts[end + period] :]
+        if not numpy.any((behind >= start) & (behind < end)):
+            return []
+        users = self._user[self._firsts[end + period] :]
+        chosen = (behind >= start) & (behind < end)
+        values, users = behind[chosen], users[chosen]
+        nodes = self._program.nodes
+        if any(nodes[user].target not in _JOINING for user in set(users.tolist())):
+            return None
+        inner = (values >= first) & (values < end)
+        uses: dict[int, list[tuple[int, int]]] = {}
+        for value, user in zip(values[inner].tolist(), users[inner].tolist(), strict=True):
+            uses.setdefault((value - start) // period, []).append(((value - start) % period, user))
+        if len(uses) not in (0, count - 2) or any(sorted(each) != sorted(uses[1]) for each in uses.values()):
+            return None
+        offsets = sorted({offset for offset, _ in uses.get(1, ())})
+        return offsets if all(len(nodes[start + offset].outputs) == 1 for offset in offsets) else None
 
     def without(self, start: int, period: int, count: int) -> Shortened:
         """The program without the blocks of a run but for those that are kept."""
         program = self._program
         first, end = start + NUM_KEPT * period, start + count * period
-        gone = {node.name for node in program.nodes[first:end]}
         variables: list[list[str]] = []
         for number in range(count):
-            used = dict.fromkeys(chain.from_iterable(self._operands[start + number * period : start + (number + 1) * period]))
-            variables.append([name for name in used if name in self._metas])
+            block = self._used[self._firsts[start + number * period] : self._firsts[start + (number + 1) * period]].tolist()
+            variables.append([name for name in map(self._names.__getitem__, dict.fromkeys(block)) if name in self._metas])
         shared = set(variables[0]).intersection(*variables[1:])  # what two use in the same place all do
         variables = [[name for name in names if name not in shared] for names in variables]
         names = {node.name: program.nodes[place].name for place, node in enumerate(program.nodes[end - period : end], first - period)}
         names |= zip(variables[-1], variables[LAST], strict=True)
-        nodes = (*program.nodes[:first], *(_renamed_node(node, names) for node in program.nodes[end:]))
+        stand_ins: list[Node] = []
+        for offset in self._joined(start, period, count) or ():
+            like = program.nodes[start + LIKE_OTHERS * period + period + offset]
+            last, kept = program.nodes[end - period + offset].name, program.nodes[first - period + offset].name
+            names[kept] = last  # the kept one is the last of them now, and what it was needs another name
+            gone = [last, *(program.nodes[place + offset].name for place in range(first, end - period, period))]
+            stand_ins += [replace(like, name=name, target=stand_in, args=(Ref(like.name),), kwargs={}, draw=None, num_draws=0) for name in gone]
+        left = {node.name for node in program.nodes[first:end]}
+        nodes = (
+            *program.nodes[: first - period],
+            *stand_ins,
+            *program.nodes[first - period : first],
+            *(_renamed_node(node, names) for node in program.nodes[end:]),
+        )
         unused = set(chain.from_iterable(variables[NUM_KEPT:])).difference(ref.name for node in nodes for ref in node.operands())
         short = replace(
             program,
@@ -198,20 +273,40 @@ class _Operators:
             buffers={name: each for name, each in program.buffers.items() if each.value not in unused},
             constants={name: each for name, each in program.constants.items() if name not in unused},
             outputs=_renamed(program.outputs, names),
-            updates={name: ref for name, ref in program.updates.items() if ref.name not in gone},
+            updates={name: ref for name, ref in program.updates.items() if ref.name not in left},
             _runners={},
         )
         return Shortened(program=short, whole=program, start=start, period=period, num_blocks=count, variables=variables)
 
 
+def stand_in(like: Tensor) -> Tensor:
+    """Another value that lies in memory as this one does, here in the same. It takes a gradient, if this one does, and hands none on."""
+    return _StandIn.apply(like)  # pyright: ignore[reportReturnType]
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, like: Tensor) -> Tensor:
+        return like.view_as(like)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None
+
+
 def _kind(node: Node) -> Any:
     """Equal for nodes that do the same with what they are given."""
+    if node.target is stand_in:
+        return object()  # like no other
+    args = node.args
+    if node.target in _PICKING:
+        args = tuple(None if place in _PICKING[node.target] and not isinstance(each, Ref) else each for place, each in enumerate(args))
     regions = tuple((each.device, each.dtype, each.enabled, each.cache) for each in node.context.autocast)
-    kind = node.target, _typed(node.args), tuple((key, _typed(each)) for key, each in node.kwargs.items()), node.outputs, node.context.grad, regions
+    kind = node.target, _typed(args), tuple((key, _typed(each)) for key, each in node.kwargs.items()), node.outputs, node.context.grad, regions
     try:
         hash(kind)
     except TypeError:
-        return object()  # like no other
+        return object()
     return kind
 
 

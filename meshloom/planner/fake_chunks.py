@@ -18,9 +18,11 @@ from torch import Tensor
 
 from meshloom.graph.cost_fake import fake_buffers, fake_inputs, fake_parameters, leaves, loss_of, next_number, number_here, run_nodes
 from meshloom.graph.program import Program
-from meshloom.graph.shortened import node_by_node
+from meshloom.graph.shortened import node_by_node, stand_in
 from meshloom.graph.sparse_constants import memory_of, storage_of
 from meshloom.planner.life import Event, Life, Noted
+
+_Copies = dict[int, tuple[int, int]]  # piece -> from which node on what becomes of it becomes of others as well, and how many they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +104,9 @@ def _run(program: Program, num_chunks: int, *, bucketed: bool) -> dict[str, Node
     phases: list[Mapping[int, Phase]] = []
     kept: list[Mapping[int, int]] = []
     for _ in range(num_chunks):
-        forward, backward, held = _chunk(program, dict(given), life, trainable)
+        forward, backward, held, copies = _chunk(program, dict(given), life, trainable)
         known = held | life.pieces_of(_gradients(trainable))
-        phases += [_by_node(life, each, known) for each in (forward, backward)]
+        phases += [_by_node(life, each, known, copies) for each in (forward, backward)]
         kept.append(life.bytes_by_node(held))
     gradients = _gradients_by_node(program, {value: trainable[value] for value in trainable if value in done})
     return {
@@ -117,12 +119,18 @@ def _run(program: Program, num_chunks: int, *, bucketed: bool) -> dict[str, Node
     }
 
 
-def _chunk(program: Program, values: dict[str, Any], life: Life, trainable: Mapping[str, Tensor]) -> tuple[Noted, Noted, set[int]]:
-    """Forward and backward, and the pieces that are kept from one to the other."""
+def _chunk(program: Program, values: dict[str, Any], life: Life, trainable: Mapping[str, Tensor]) -> tuple[Noted, Noted, set[int], _Copies]:
+    """Forward and backward, the pieces that are kept from one to the other, and those that stand for others, too."""
     last = len(program.nodes) - 1
     firsts = [next_number()]  # the first sequence number of each node's autograd nodes
+    copies: _Copies = {}
+    joins = _joins(program)
     with life.noted(lambda: min(len(firsts) - 1, last)) as forward:
-        firsts.extend(next_number() for _ in run_nodes(program, values, keep=False))
+        for node in run_nodes(program, values, keep=False):
+            firsts.append(next_number())
+            if node.name in joins:
+                for piece in life.pieces_of([values[node.name]]):
+                    copies[piece] = joins[node.name]
         loss = loss_of(program, values)
         values.clear()
     held = life.alive - life.pieces_of(_gradients(trainable))
@@ -130,10 +138,20 @@ def _chunk(program: Program, values: dict[str, Any], life: Life, trainable: Mapp
         if loss is not None:
             loss.backward()
         del loss
-    return forward, backward, held
+    return forward, backward, held, copies
 
 
-def _by_node(life: Life, noted: Noted, known: set[int]) -> dict[int, Phase]:
+def _joins(program: Program) -> dict[str, tuple[int, int]]:
+    """The last value that stands in for one that was left out, of each that they are like -> where they are first used, and how many they are."""
+    number: dict[str, list[str]] = {}
+    for node in program.nodes:
+        if node.target is stand_in:
+            number.setdefault(node.args[0].name, []).append(node.name)
+    first = {ref.name: place for place, node in reversed(list(enumerate(program.nodes))) for ref in node.operands()} if number else {}
+    return {names[-1]: (min(first[name] for name in names), len(names)) for names in number.values()}
+
+
+def _by_node(life: Life, noted: Noted, known: set[int], copies: _Copies) -> dict[int, Phase]:
     before: dict[int, Event] = {}
     for piece in noted.before:
         total, other = before.get(life.maker(piece), (0, 0))
@@ -141,7 +159,8 @@ def _by_node(life: Life, noted: Noted, known: set[int]) -> dict[int, Phase]:
         before[life.maker(piece)] = total + made, other + unknown
     events: dict[int, list[Event]] = {}
     for node, piece in noted.log:
-        events.setdefault(node, []).append(life.event(piece, known))
+        used_at, others = copies.get(piece if piece >= 0 else ~piece, (node + 1, 0))
+        events.setdefault(node, []).extend([life.event(piece, known)] * (1 + others if node >= used_at else 1))
     return {node: Phase(before=before.get(node, (0, 0)), events=tuple(events.get(node, ()))) for node in before.keys() | events.keys()}
 
 
