@@ -47,15 +47,15 @@ def in_turn(names: Sequence[str], values: Sequence[Any], each: int = 1) -> list[
     return [(name, next(following)) for name in names for _ in range(each)]
 
 
-def few(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """Parameters of a test: the first `count` run in `make check`, the rest is `long`."""
-    return [value if number < count else _long(value) for number, value in enumerate(values)]
+def few(values: Iterable[Any], count: int = 1, rest: Any = pytest.mark.long) -> list[Any]:
+    """Parameters of a test, of which all but the first `count` are marked as `rest`."""
+    return [value if number < count else _marked(value, rest) for number, value in enumerate(values)]
 
 
-def _long(value: Any) -> Any:
+def _marked(value: Any, mark: Any) -> Any:
     if hasattr(value, "marks"):  # it is a parameter already
-        return pytest.param(*value.values, marks=[*value.marks, pytest.mark.long], id=value.id)
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
+        return pytest.param(*value.values, marks=[*value.marks, mark], id=value.id)
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
 
 
 def _value(settings: Mapping[str, Sequence[Any]], name: str, text: str) -> Any:

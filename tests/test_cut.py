@@ -28,6 +28,7 @@ from meshloom.graph.work import Work
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.check import held_by_stage, most_in_flight
 from meshloom.pipeline.simulate import step_seconds
+from tests.covering import few
 from tests.test_stages import family
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -182,7 +183,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(model: type[nn.Module], num_stag
         assert max(found.takes) == pytest.approx(min(max(cut.takes) for cut in cuts.values()), rel=1e-9)  # sums in another order
 
 
-@pytest.mark.parametrize("num_stages", [2, 5])
+@pytest.mark.parametrize("num_stages", few([5, 2], 1, pytest.mark.slow))
 def test_what_is_not_looked_at_could_not_have_been_faster(num_stages: int):
     """Against all places where a stage may end, one after another. 16 and 128 places a stage are tried before all of them."""
     program = program_of(DEEP)

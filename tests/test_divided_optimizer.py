@@ -30,6 +30,7 @@ from meshloom.job import Job, NamedParameters
 from meshloom.state import saving
 from meshloom.state.optimizer import Updater
 from meshloom.state.shards import Shards
+from tests.covering import in_turn
 
 STEPS = 3
 PLANS = [(1, 2, 0), (1, 4, 0), (2, 2, 0), (2, 3, 1), (3, 2, 1)]  # dp, tp, zero
@@ -145,8 +146,7 @@ def test_whole_parameters_are_let_go(name: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("name", [name for name in SOME if name != "own list"])
+@pytest.mark.parametrize(("name", "zero"), in_turn([name for name in SOME if name != "own list"], [0, 1]))
 def test_a_checkpoint_goes_on_under_any_plan(name: str, zero: int, tmp_path: Path):
     the_job = scheduled(name, clip_grad_norm=10.0)
     first = Grid(the_job, 2, 2, zero, seed=3)

@@ -40,8 +40,8 @@ def own_subject(name: str) -> Subject:
 @pytest.mark.parametrize("name", OWN)
 def test_any_division_of_a_small_model_equals_one_device(name: str):
     subject = own_subject(name)
-    for seed in range(6):
-        check(subject, 2 + seed % 3, f"seed {seed}", at_random(seed))
+    for seed in range(3):
+        check(subject, 2 + seed, f"seed {seed}", at_random(seed))
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), CHOSEN.items())
@@ -52,7 +52,7 @@ def test_a_family_divided_as_a_plan_would_equals_one_device(name: str, num_ranks
 @pytest.mark.parametrize(("name", "num_ranks"), DRAWN.items())
 def test_any_division_of_a_family_equals_one_device(name: str, num_ranks: int):
     subject = subject_of(FAMILIES[name].make_job(True))
-    for seed in range(3):
+    for seed in range(1):
         check(subject, num_ranks, f"seed {seed}", at_random(seed))
 
 

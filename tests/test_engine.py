@@ -158,7 +158,7 @@ def test_hostile_ranks_reach_nothing_outside_of_what_is_shared(tmp_path: Path) -
 
     And `memcpy` was handed NULL for tensors without elements.
     """
-    attack(build(tmp_path, program=HOSTILE, sanitizers=ADDRESSES), 4000, 1)
+    attack(build(tmp_path, program=HOSTILE, sanitizers=ADDRESSES), 1000, 1)
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def test_real_input_trains_on_processes_and_the_loss_falls(name: str, tmp_path: 
 
 
 @alone
+@pytest.mark.slow  # tests/test_verify.py verifies such plans
 def test_digits_verify_with_synchronised_statistics(tmp_path: Path):
     plan = ["--plan", "dp=4,sync_batch_norm=true", "--devices", "simulated", "--steps", "2"]
     run("-m", "meshloom", "verify", str(ROOT / "examples/02_digits.py"), *plan, cwd=tmp_path)

@@ -49,7 +49,8 @@ def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tupl
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if place % 8 == 0 else pytest.mark.slow) for place, name in enumerate(sorted(set(FAMILIES) - set(NOT_READ)))]
+    "name",
+    [pytest.param(name, marks=[] if place % 20 == 0 else pytest.mark.slow) for place, name in enumerate(sorted(set(FAMILIES) - set(NOT_READ)))],
 )
 def test_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = FAMILIES[name].make_job(True)

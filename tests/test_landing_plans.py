@@ -37,8 +37,8 @@ def small_layers_land(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        ("gpt", "tp=2,microbatches=3"),
-        ("gpt", "dp=2,tp=2,microbatches=2"),
+        pytest.param("gpt", "tp=2,microbatches=3", marks=pytest.mark.slow),
+        pytest.param("gpt", "dp=2,tp=2,microbatches=2", marks=pytest.mark.slow),
         ("gpt", "dp=2,tp=2,microbatches=2,zero=1,overlap=false"),
         ("unused_twice", "dp=2,tp=2,microbatches=2,zero=1"),
         ("unused_twice", "dp=2,tp=3,overlap=false"),

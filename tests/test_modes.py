@@ -24,6 +24,7 @@ from meshloom.random import KeyedDraws, chunk_seed, model_seed, seed_everything
 from meshloom.report.progress import Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.covering import few
 from tests.jobs import class_loss, vectors
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -116,7 +117,7 @@ def test_a_plan_that_reads_trains_in_the_mode_of_one_device(model: Callable[[], 
     assert run(job, "tp=2,keyed_draws=true") == pytest.approx(expected, rel=2e-5)  # sums over tp, and their rounding through four steps
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "tp=2", "pp=2", "pp=2,microbatches=2,recompute=full"])
+@pytest.mark.parametrize("plan", few(["dp=2", "tp=2", "pp=2,microbatches=2,recompute=full", "dp=1", "pp=2"], 3, pytest.mark.slow))
 @pytest.mark.parametrize("model", MODELS)
 def test_verify_agrees(model: Callable[[], nn.Module], plan: str):
     report = verify(job_of(model), Plan.parse(plan), devices="simulated", dtype=torch.float64)

@@ -15,6 +15,7 @@ from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.check import check_schedule, most_in_flight
 from meshloom.pipeline.schedule import Action, Kind, Schedule, folded, looped
 from meshloom.pipeline.timing import Durations, Timed, run_on_paper
+from tests.covering import few
 
 pytestmark = pytest.mark.long
 KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
@@ -120,7 +121,7 @@ def test_zb_h1_is_the_same_list(p: int, m: int):
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("m", [1, 3, 8, 15, 16, 32])
+@pytest.mark.parametrize("m", few([1, 3, 8, 15, 16, 32], 4, pytest.mark.slow))
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.1, 0.7), (1.0, 1.4, 1.0)])
 def test_zb_v_is_never_longer_and_holds_no_more(p: int, m: int, times: tuple[float, float, float]):
     found = built_by(theirs.ScheduleZBVZeroBubble, "zb-v", folded(p), m)

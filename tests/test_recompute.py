@@ -99,7 +99,7 @@ def family(name: str) -> tuple[Program, Callable[[], nn.Module], list[Any]]:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        *((name, how) for name in COVERING for how in HOW),
+        *in_turn(COVERING, HOW),
         *(
             pytest.param(name, how, marks=pytest.mark.slow)
             for name, how in in_turn([each for each in FAMILIES if each not in {*NOT_READ, *FLOAT32_ONLY, *COVERING}], HOW)

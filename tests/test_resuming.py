@@ -99,7 +99,7 @@ def sizes(directory: Path) -> dict[str, int]:
     ("plan", "ranks"),
     [
         ("dp=2,zero=1", 2),
-        pytest.param("dp=2", 2, marks=pytest.mark.long),
+        pytest.param("dp=2", 2, marks=pytest.mark.slow),
         pytest.param("tp=2", 2, marks=pytest.mark.long),
         pytest.param("pp=2", 2, marks=pytest.mark.long),
         pytest.param("dp=3,exchange=server,servers=2", 3, marks=pytest.mark.long),

@@ -66,7 +66,9 @@ def test_one_copy_equals_one_device(model: str, optimizer: str, plan: Plan) -> N
 
 @pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
-@pytest.mark.parametrize("plan", [Plan(dp=2, pp=2, microbatches=2, bucket_bytes=300), Plan(dp=2, tp=2, bucket_bytes=300)], ids=str)
+@pytest.mark.parametrize(
+    "plan", few([Plan(dp=2, tp=2, bucket_bytes=300), Plan(dp=2, pp=2, microbatches=2, bucket_bytes=300)], 1, pytest.mark.slow), ids=str
+)
 @pytest.mark.parametrize(("model", "optimizer"), [pytest.param("gpt", "adamw", marks=pytest.mark.slow), ("gpt", "muon")])
 def test_one_copy_per_place_of_a_divided_model(model: str, optimizer: str, plan: Plan) -> None:
     report = verified(make_job(model, optimizer, batch_size=13), plan, dtype=torch.float64)
