@@ -12,6 +12,7 @@ import torch
 
 from meshloom.errors import JobError
 from meshloom.plan import Plan
+from tests.covering import few
 from tests.families import FAMILIES, REFUSED, Family
 from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED
 from tests.families.measure import operators, start, step, verified
@@ -60,9 +61,9 @@ def test_a_step_is_finite_and_repeats_itself(family: Family):
 
 
 @every
-@pytest.mark.parametrize(("plan", "batch_size", "dropout"), [("dp=2", 3, False), ("dp=2,microbatches=2,zero=1", 6, True)])
+@pytest.mark.parametrize(("plan", "batch_size", "dropout"), few([("dp=2,microbatches=2,zero=1", 6, True), ("dp=2", 3, False)], 1, pytest.mark.slow))
 def test_a_data_parallel_plan_equals_one_device(family: Family, plan: str, batch_size: int, dropout: bool):
-    # Chunks of 2 and 1 samples; of 2, 2, 1 and 1.
+    # Chunks of 2, 2, 1 and 1 samples; of 2 and 1.
     report = verified(family, Plan.parse(plan), dropout=dropout, batch_size=batch_size)
     assert report.passed, report
 

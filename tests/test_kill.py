@@ -78,7 +78,8 @@ def test_a_killed_launcher_leaves_nothing(seconds: float, tmp_path: Path) -> Non
         kill_the_launcher(process, out)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/test_stopping.py stops simulated ranks, tests/test_launch_signals.py processes
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_ending_a_run_leaves_a_whole_checkpoint_and_nothing_else(sign: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with running(command(out)) as process:

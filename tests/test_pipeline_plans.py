@@ -228,7 +228,7 @@ def test_a_family_equals_one_device(family: str, plan: str):
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan", "size"),
     [
-        ("gpt", "adamw", "pp=2,microbatches=4", 2),
+        pytest.param("gpt", "adamw", "pp=2,microbatches=4", 2, marks=pytest.mark.slow),
         ("cnn", "muon", "dp=2,pp=2,microbatches=2,schedule=zb-h1", 4),
         ("gpt", "sgd", "pp=2,tp=2,microbatches=3,schedule=interleaved", 4),
     ],

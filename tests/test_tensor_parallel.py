@@ -196,7 +196,11 @@ def test_what_cannot_be_read_is_refused_with_the_users_line():
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan", "size"),
-    [("gpt", "adamw", "tp=2", 2), ("cnn", "muon", "tp=3", 3), ("mlp", "adafactor", "dp=2,tp=2,zero=1", 4)],
+    [
+        ("gpt", "adamw", "tp=2", 2),
+        pytest.param("cnn", "muon", "tp=3", 3, marks=pytest.mark.slow),
+        pytest.param("mlp", "adafactor", "dp=2,tp=2,zero=1", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size: int):
     assert on_ranks(verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"
