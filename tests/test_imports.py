@@ -91,9 +91,10 @@ def imports_of(path: Path) -> list[Import]:
             package = path.relative_to(ROOT.parent).parent.parts
             base = ".".join([*package[: len(package) + 1 - node.level], *([node.module] if node.module else [])]) if node.level else node.module or ""
             found.extend(Import(_submodule(base, alias.name), node.lineno, at_import) for alias in node.names)
-        inner = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inner = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
-            visit(child, inner)
+            if not isinstance(child, ast.expr):  # which has no import in it
+                visit(child, inner)
 
     visit(parsed(path), at_import=True)
     return found
