@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 from meshloom.graph.axes import Axis, Strip, concatenation, fits, product
 from meshloom.graph.nodes import Meta, Node, Ref, lists_in
@@ -76,14 +77,14 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
         values[name] = (_fresh(tuple(constant.shape)),)
         metas[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=strides_of(constant), requires_grad=False),)
     mapped: dict[str, Mapped] = {}
+    known: dict[Hashable, Factors | None] = {}
     for node in program.nodes:
         metas[node.name] = node.outputs
         if node.target is operator.getitem:
             source: Ref = node.args[0]
             values[node.name] = (values[source.name][node.args[1]],)
             continue
-        call = call_of(node, metas)
-        factors = factors_of(call, rules) if call is not None else None
+        factors = _factors(node, metas, rules, known)
         if factors is None:
             values[node.name] = tuple(_fresh(output.shape) for output in node.outputs)
             continue
@@ -97,6 +98,28 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
     layout = Layout(program=program, values=values, metas=metas, mapped=mapped, routes=routes_of(program, mapped))
     settle(axes_in(layout))
     return layout
+
+
+def _factors(node: Node, metas: Mapping[str, tuple[Meta, ...]], rules: Rules, known: dict[Hashable, Factors | None]) -> Factors | None:
+    """The factor map of a node, if there is a rule for it, found once for all nodes that are alike."""
+    operands = tuple(metas[ref.name] for ref in node.operands())
+    constants = _constants((node.args, *node.kwargs.items()))
+    key = node.target, constants, operands, node.outputs, bool(node.context.autocast), node.num_draws
+    try:
+        if key in known:
+            return known[key]
+    except TypeError:  # an argument that has no hash
+        key = node.name
+    call = call_of(node, metas)
+    known[key] = factors_of(call, rules) if call is not None else None
+    return known[key]
+
+
+def _constants(value: Any) -> Any:
+    """Arguments without the names of values, 1 and 1.0 being different."""
+    if isinstance(value, Ref):
+        return Ref
+    return tuple(map(_constants, value)) if isinstance(value, tuple) else (type(value), value)
 
 
 def _square(layout: Layout) -> Iterator[tuple[str, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from meshloom.graph.axes import Key
 from meshloom.graph.choose import Choice, Held
 from meshloom.graph.collectives import Joint, Transition
 from meshloom.graph.contexts import Context
@@ -127,6 +128,7 @@ class _Builder:
         self.changed: dict[tuple[str, Placement], str] = {}
         self.rows: dict[tuple[str, Placement], str] = {}  # value that says whose rows are, and a placement -> those that are this rank's
         self.routed: dict[str, Routed] = {}
+        self._parts: dict[tuple[Meta, tuple[Key, ...], Cut | None], Meta] = {}
 
     def add(self, node: Node) -> None:
         """The rank's part of a node, after the changes that it needs."""
@@ -135,10 +137,8 @@ class _Builder:
         wanted = iter(strategy.operands)
         args, kwargs = self._replaced((node.args, dict(node.kwargs)), wanted, node)
         target = node.target
-        outputs = tuple(
-            _local(meta, pieces_of(axes, cut_of(strategy.output), choice.numbers, choice.num_ranks), self.rank)
-            for meta, axes in zip(node.outputs, layout.values[node.name], strict=True)
-        )
+        cut = cut_of(strategy.output)
+        outputs = tuple(self._part(meta, axes, cut) for meta, axes in zip(node.outputs, layout.values[node.name], strict=True))
         mapped = layout.mapped.get(node.name)
         if strategy.cut is not None and mapped is not None:
             if mapped.factors.local is not None:
@@ -157,6 +157,13 @@ class _Builder:
         draws = 0 if isinstance(target, Joint) else node.num_draws  # what the ranks compute together keys its draws by itself
         self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs, num_draws=draws))
         self._note_routed(node)
+
+    def _part(self, meta: Meta, axes: Axes, cut: Cut | None) -> Meta:
+        """What the rank holds of a value: found once for all that have the same axes."""
+        key = meta, tuple(axis.key for axis in axes), cut
+        if key not in self._parts:
+            self._parts[key] = _local(meta, pieces_of(axes, cut, self.choice.numbers, self.choice.num_ranks), self.rank)
+        return self._parts[key]
 
     def _note_routed(self, node: Node) -> None:
         """Of a value that rows were taken for: which these are."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshloom.graph.cuts import Numbers
 from meshloom.graph.layout import Layout
-from meshloom.graph.nodes import Node
+from meshloom.graph.nodes import Node, operator_name
 from meshloom.graph.placement import Cut, Placement
+from meshloom.graph.program import Program
 from meshloom.graph.rules.factors import labels_in
 from meshloom.graph.strategies import strategies_of
 
@@ -76,8 +78,9 @@ class Uses:
 
     def _heads(self) -> frozenset[int]:
         found = set[int]()
+        targets = _targets(self._layout.program, ("attention", "matmul", "bmm"))
         for node in self._layout.program.nodes:
-            if node.name in self._layout.mapped and any(name in node.operator for name in ("attention", "matmul", "bmm")):
+            if node.target in targets and node.name in self._layout.mapped:
                 for ref in node.operands():
                     axes = self._layout.values[ref.name][0]
                     if len(axes) > 3:
@@ -87,12 +90,15 @@ class Uses:
     def _experts(self) -> frozenset[int]:
         found = {number for route in self._layout.routes for number in self._numbers.leaves(route.groups)}
         held = {each.value for each in self._layout.program.parameters.values()}
+        targets = _targets(self._layout.program, ("matmul", "bmm", "einsum", "_grouped_mm"))
         for node in self._layout.program.nodes:
             operands = [ref.name for ref in node.operands()]
+            if held.isdisjoint(operands):
+                continue
             if len(operands) == 1 and operands[0] in held:
                 held.add(node.name)  # a view of it, or a cast one
             mapped = self._layout.mapped.get(node.name)
-            if mapped is None or not any(name in node.operator for name in ("matmul", "bmm", "einsum", "_grouped_mm")):
+            if mapped is None or node.target not in targets:
                 continue
             labels = [{term for term in dims if isinstance(term, str)} for dims in (*mapped.factors.operands, *mapped.factors.outputs)]
             for place, name in enumerate(operands):
@@ -100,3 +106,9 @@ class Uses:
                     for label in set.intersection(*labels):  # of all operands and of the result: a product for each of its indices
                         found |= self._numbers.leaves(mapped.labels[label])
         return frozenset(found)
+
+
+def _targets(program: Program, names: Sequence[str]) -> set[Any]:
+    """Those of a program's operators in whose names one of these stands."""
+    targets = {node.target for node in program.nodes}
+    return {target for target in targets if any(name in operator_name(target) for name in names)}
