@@ -18,6 +18,7 @@ from meshloom.graph.cheapest import Found, cheapest
 from meshloom.graph.integers import cheapest_integers
 from meshloom.graph.least import Floats, Table, least_sum
 from meshloom.graph.limited import LimitError, cheapest_within
+from tests.covering import few
 
 Words = tuple[list[Floats], list[Change], list[Floats], list[Floats]]
 
@@ -98,7 +99,7 @@ def test_what_is_found_by_steps_is_better_than_where_they_began_and_not_said_to_
     assert exact.total <= found.total <= 1.02 * exact.total < 0.9 * cost_of([0] * 40, *words[:2])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", few(range(8), 2))
 def test_an_integer_program_finds_the_same(seed: int):
     words = drawn(seed, unknowns=12, users=4)
     found, other = cheapest(*words[:2]), cheapest_integers(*words[:2])
@@ -107,7 +108,7 @@ def test_an_integer_program_finds_the_same(seed: int):
     assert naive(other[0], *words[:2], [each.costs for each in words[1]]) == pytest.approx(other[1], rel=1e-6)  # the solver's tolerance
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few(range(12), 4))
 def test_a_limit_is_kept_at_the_least_cost(seed: int):
     words = drawn(seed, unknowns=6, users=3)
     every = [each for each in all_of(words) if math.isfinite(each[1])]

@@ -16,6 +16,7 @@ from meshloom.launch import signals
 from meshloom.report.progress import QUIET, Listener
 from meshloom.state.checkpoint import Checkpoint
 from meshloom.trainer import Trainer
+from tests.covering import few
 
 
 def at_step(step: int, act: Callable[[], None]) -> Listener:
@@ -28,7 +29,7 @@ def interrupted_twice() -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,exchange=local_sgd,local_steps=2"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", few([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_saves_first_and_the_run_goes_on_from_there(
     number: signal.Signals, plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
