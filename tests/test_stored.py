@@ -286,6 +286,21 @@ def test_a_second_start_reads_and_chooses_nothing_and_trains_to_the_same_bits(pl
     )
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3))
+
+
+def test_batch_norm_is_kept_and_a_plan_that_synchronises_it_reads_nothing(tmp_path: Path):
+    """Synchronised layers have forwards with groups in them, which have no digest; such plans run modules, and come to no reading."""
+    told: list[list[str]] = []
+    for plan in ("dp=2,sync_batch_norm=true", "dp=2,pp=2", "dp=2,pp=2"):
+        timings = Timings()
+        with Trainer(replace(job_of(normed), steps=1), plan, devices="simulated", cache=tmp_path, timings=timings) as trainer:
+            trainer.fit()
+        told.append(timings.notes)
+    assert told == [[], ["The loss was read anew: no earlier run has kept it."], ["The loss is what an earlier run has read."]]
+
+
 def test_another_plan_takes_the_reading_and_chooses_for_itself(tmp_path: Path):
     for plan, divisions in (("tp=2", 1), ("tp=4", 2), ("tp=2,tp_placements=0.linear:replicated", 3)):
         timings = Timings()
