@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from meshloom.errors import MeshloomError
+from meshloom.core.errors import MeshloomError
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.mesh import Mesh
+from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.circumstances import Circumstances
-from meshloom.job import Evaluate, Job
-from meshloom.mesh import Mesh
-from meshloom.plan import Plan
 from meshloom.report.progress import Listener, Progress
 
 if TYPE_CHECKING:

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 
-from meshloom.cluster import Machine, load
 from meshloom.comm.turns import run_in_steps
 from meshloom.comm.values import collect
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.mesh import Mesh
+from meshloom.core.plan import Plan
 from meshloom.launch import World, choose_devices, cores, default_ranks, open_world, run_ranks
 from meshloom.launch.transport import host_identity
-from meshloom.links import Company, Crowd, Link, Where
-from meshloom.mesh import Mesh
-from meshloom.plan import Plan
+from meshloom.machine.links import Company, Crowd, Link, Where
+from meshloom.machine.machine import Machine, load
 from meshloom.planner.calibrate import machine_of, measure_operators
 from meshloom.planner.crowds import measure_crowds
 from meshloom.planner.links import measure_algorithms, measure_links, transport_of

@@ -15,10 +15,10 @@ from pathlib import Path
 from meshloom.arguments import parse
 from meshloom.asynchronous.options import check_asynchronous
 from meshloom.commands.plans import plan_of
-from meshloom.errors import PlanError
-from meshloom.jobfile import as_program, check_target, load_job
+from meshloom.core.errors import PlanError
+from meshloom.core.jobfile import as_program, check_target, load_job
+from meshloom.core.timings import Timings
 from meshloom.launch import check_timeout, choose_devices, is_rank, launching_seconds, leave, report_failure, run_ranks
-from meshloom.timings import Timings
 
 
 def main(argv: Sequence[str] | None = None) -> int:

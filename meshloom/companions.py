@@ -23,15 +23,15 @@ from typing import Self
 
 import torch
 
-from meshloom.comm.cores import cores
-from meshloom.errors import MeshloomError
-from meshloom.job import Job
+from meshloom.core.errors import MeshloomError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import preserved_draws
 from meshloom.launch.allocator import keep_freed_memory
-from meshloom.plan import Plan
+from meshloom.machine.cores import cores
 from meshloom.planner.advise import Advice, advise
 from meshloom.planner.crowds import powers_and_most
 from meshloom.planner.pricing import Devices
-from meshloom.random import preserved_draws
 from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 

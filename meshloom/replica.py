@@ -26,7 +26,14 @@ from meshloom.comm.seat import Seat
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import agree, collect
 from meshloom.comm.windows import windows_of
-from meshloom.errors import CheckpointError, DataError, TrainingError
+from meshloom.core.errors import CheckpointError, DataError, TrainingError
+from meshloom.core.job import Job, NamedParameters
+from meshloom.core.loss import as_sum
+from meshloom.core.mesh import Axis
+from meshloom.core.modes import Modes
+from meshloom.core.plan import Plan
+from meshloom.core.random import KeyedDraws, Rows, chunk_seed, seed_everything
+from meshloom.core.timings import Timings
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm, unsynchronised
@@ -39,15 +46,9 @@ from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.sparse import WithSparse
 from meshloom.exchange.zero import ZeroOne
 from meshloom.graph.stored import Stored
-from meshloom.job import Job, NamedParameters
-from meshloom.loss import as_sum
-from meshloom.mesh import Axis
-from meshloom.modes import Modes
 from meshloom.pipeline.recorder import Recorder
 from meshloom.pipeline.run import Both
 from meshloom.pipeline.spans import SpanKind
-from meshloom.plan import Plan
-from meshloom.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.staged import Staged
 from meshloom.state.alike import bytes_per_comparison, first_difference
 from meshloom.state.buffers import RunningStatistics
@@ -69,7 +70,6 @@ from meshloom.state.sparse import make_dense, refuse_sparse_adam, sparse_paramet
 from meshloom.state.tally import Tally
 from meshloom.state.tensor_file import Stream
 from meshloom.state.trying import naming
-from meshloom.timings import Timings
 
 
 class Observer(Protocol):

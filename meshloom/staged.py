@@ -21,8 +21,12 @@ from meshloom.comm.seat import Seat
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first
-from meshloom.compiled import without_compilation
-from meshloom.errors import CaptureError, DataError
+from meshloom.core.compiled import without_compilation
+from meshloom.core.errors import CaptureError, DataError
+from meshloom.core.job import Job, LossFunction
+from meshloom.core.mesh import Axis
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
 from meshloom.exchange.exchange import Exchange, Give
 from meshloom.graph.batch_values import check_following
 from meshloom.graph.division import Division
@@ -34,13 +38,10 @@ from meshloom.graph.outside import Outside
 from meshloom.graph.pieces import place
 from meshloom.graph.stages import Stage
 from meshloom.graph.stored import Stored
-from meshloom.job import Job, LossFunction
-from meshloom.mesh import Axis
 from meshloom.pipeline.microbatches import Microbatches
 from meshloom.pipeline.run import Listener
 from meshloom.pipeline.schedule import Action
 from meshloom.pipeline.staging import Staging
-from meshloom.plan import Plan
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.data import to_device
 from meshloom.state.digest import digest
@@ -49,7 +50,6 @@ from meshloom.state.model import state_of
 from meshloom.state.samples import first_batches
 from meshloom.state.shards import Shards
 from meshloom.state.tensor_file import Entry, Stream, widest_first
-from meshloom.timings import Timings
 
 
 class Staged:

@@ -17,22 +17,23 @@ import torch
 
 from meshloom.asynchronous.run import AsynchronousRun
 from meshloom.asynchronous.settings import DEFAULT_SNAPSHOT_EVERY, Settings
-from meshloom.cache import Cache
 from meshloom.comm.activity import Phase
 from meshloom.comm.record import Count
 from meshloom.comm.seat import Seat
 from meshloom.comm.turns import Steps, advance_one, run_in_steps
 from meshloom.comm.values import agree, collect
-from meshloom.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError, TrainingError
+from meshloom.core.cache import Cache
+from meshloom.core.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError, TrainingError
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.mesh import Axis
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
 from meshloom.graph.precision import default_precision
 from meshloom.graph.stored import Stored
-from meshloom.job import Evaluate, Job
 from meshloom.launch import StopRequests, World, cache_directory, launched_plan, open_world, report_stop, tell
-from meshloom.mesh import Axis
 from meshloom.pipeline.recorder import Recorder
-from meshloom.plan import Plan
 from meshloom.replica import Replica, StepResult
 from meshloom.report.idle import idle_lines
 from meshloom.report.progress import Listener, Progress, Summary
@@ -49,7 +50,6 @@ from meshloom.state.saving import save
 from meshloom.state.shares import Record, Shares
 from meshloom.state.team_data import open_team_reader
 from meshloom.state.trying import untouched
-from meshloom.timings import Timings
 from meshloom.trainer_arguments import check_arguments
 from meshloom.working import working_alone
 

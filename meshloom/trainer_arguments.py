@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from meshloom.errors import JobError
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
 from meshloom.exchange.elastic.circumstances import Circumstances
-from meshloom.job import Job
 from meshloom.report.progress import Listener
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshloom.job import Job
+from meshloom.core.job import Job
 from meshloom.launch import run_ranks
 from meshloom.planner.pricing import Option
 from meshloom.report.progress import QUIET

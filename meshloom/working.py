@@ -6,7 +6,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from meshloom.errors import TrainingError
+from meshloom.core.errors import TrainingError
 from meshloom.launch import is_rank
 
 _WORKING = threading.RLock()  # held by who draws

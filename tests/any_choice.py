@@ -29,7 +29,9 @@ import meshloom.graph.division
 import meshloom.graph.loss_programs
 import meshloom.graph.problem
 import meshloom.pipeline.staging
-from meshloom.errors import CaptureError, PlanError
+from meshloom.core.errors import CaptureError, PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.graph.best_cuts import Limits, best_cuts
 from meshloom.graph.change import Change
 from meshloom.graph.cheapest import Found, cheapest
@@ -45,8 +47,6 @@ from meshloom.graph.programs import Programs
 from meshloom.graph.rates import Rates
 from meshloom.graph.repeats import Repeats
 from meshloom.graph.rules.table import Rules
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.verify.run import verify
 from tests.any_jobs import SMALL, job_of
 from tests.division import at_random

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.job import Job, Loss
+from meshloom.core.job import Job, Loss
 from tests.jobs import Samples
 
 NUM_SAMPLES = 12

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, spectral_norm
 
-from meshloom.job import Evaluate, Job
+from meshloom.core.job import Evaluate, Job
 from tests.jobs import Samples, class_loss, vectors
 
 Buffers = Mapping[str, Tensor]

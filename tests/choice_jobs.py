@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshloom.core.job import Job
 from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.shapes import capture_shapes
-from meshloom.job import Job
 
 LENGTH, WIDTH, VOCABULARY = 6, 16, 30
 

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
+from meshloom.core.job import Job
+from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
 from meshloom.graph.capture import capture
 from meshloom.graph.choose import Choice, Rates, choose
 from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of
@@ -30,8 +32,6 @@ from meshloom.graph.precision import build_model, default_precision, in_precisio
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.strategies import Strategy, strategies_of
-from meshloom.job import Job
-from meshloom.random import KeyedDraws, preserved_draws, seed_everything
 
 SEED = 3
 RATES = Rates(

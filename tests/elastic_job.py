@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import meshloom as ml
-from meshloom.jobfile import load_job
+from meshloom.core.jobfile import load_job
 from tests.jobs import make_job
 
 

@@ -23,10 +23,10 @@ from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.snapshots import read_snapshot, snapshot_name
 from meshloom.asynchronous.working import WorkerProcess, ask
 from meshloom.comm.keys import make_keys, write_key
-from meshloom.job import Job
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.launch.elastic import HEAD_KEYS, SERVER_KEY, WORKER_KEY
 from meshloom.launch.role import Role
-from meshloom.plan import Plan
 
 __all__ = ["World", "read_content"]
 STOP = 15

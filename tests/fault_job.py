@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from meshloom.job import Evaluate
+from meshloom.core.job import Evaluate
 from tests.jobs import make_job
 
 _base = make_job("mlp", "adamw", steps=40, checkpoint_every=4)

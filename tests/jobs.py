@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.job import Job, NamedParameters
+from meshloom.core.job import Job, NamedParameters
 
 MODELS = ["mlp", "cnn", "gpt", "unused_twice", "branch"]
 OPTIMIZERS = ["sgd", "adamw", "adafactor", "muon"]

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import psutil
 
+from meshloom.core.mesh import Mesh
 from meshloom.launch import run_ranks
-from meshloom.mesh import Mesh
 
 # Joins; then calls the `body` that follows.
 JOINED = """
     import os, signal, sys, time
     import torch
     from meshloom.comm.turns import run_in_steps
-    from meshloom.errors import DataError
+    from meshloom.core.errors import DataError
     from meshloom.launch import launched_plan, leave, open_world, report_failure
-    from meshloom.plan import Plan
+    from meshloom.core.plan import Plan
 
     def main():
         with open_world(Plan.parse(launched_plan()).mesh, timeout_seconds=60) as world:

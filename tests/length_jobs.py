@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.job import Job
+from meshloom.core.job import Job
 
 WORDS = 97
 

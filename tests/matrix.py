@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
 from tests.covering import Case, covering
 from tests.jobs import MODELS, OPTIMIZERS, images, make_job, texts, vectors

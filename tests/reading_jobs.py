@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.state.chunks import Chunk
 from meshloom.state.data import open_reader
 

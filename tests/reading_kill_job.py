@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshloom import cache
+from meshloom.core import cache
 from tests.jobs import make_job
 
 

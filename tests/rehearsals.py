@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshloom.cluster import Machine, example_machine
-from meshloom.links import COLLECTIVES, Crowd, Link
+from meshloom.core.plan import Plan
+from meshloom.machine.links import COLLECTIVES, Crowd, Link
+from meshloom.machine.machine import Machine, example_machine
 from meshloom.pipeline.spans import Span
-from meshloom.plan import Plan
 from meshloom.planner.rehearsal import Call, Held, RankStep, Rehearsal
 
 NOTHING = Held(parameters=0, gradients=0, optimizer=0, buffers=0, kept=0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from meshloom.core.random import seed_everything
 from meshloom.graph.axes import Axis, concatenation, product
 from meshloom.graph.calls import keyed
 from meshloom.graph.choose import Choice
@@ -29,7 +30,6 @@ from meshloom.graph.program import Program
 from meshloom.graph.rules.table import Rules
 from meshloom.graph.strategies import Strategy, strategies_of
 from meshloom.graph.unify import settle, unify
-from meshloom.random import seed_everything
 from tests.rule_calls import Chance, OneCall
 
 TOLERANCE = 1e-9  # float64; sums of a few hundred terms in another order, some of them through square roots and logarithms

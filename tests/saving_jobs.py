@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.plan import chunk_sizes
+from meshloom.core.plan import chunk_sizes
 from meshloom.state.layout import Piece, fingerprint_of
 from meshloom.state.saving import save
 

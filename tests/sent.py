@@ -8,10 +8,10 @@ import torch
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Turns
+from meshloom.core.random import seed_everything
 from meshloom.graph.partition import Partition
 from meshloom.graph.pieces import place, take
 from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
-from meshloom.random import seed_everything
 from tests.division import SEED, Subject
 
 Sent = list[dict[str, tuple[int, int]]]  # rank -> kind of collective -> calls and bytes

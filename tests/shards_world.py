@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
 from meshloom.graph.pieces import Pieces, Runs, whole
-from meshloom.job import Job
 from meshloom.state.checkpoint import Checkpoint, save
 from meshloom.state.optimizer import Updater
 from meshloom.state.shards import Shards

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from meshloom.job import Job
-from meshloom.plan import Plan, chunk_sizes
-from meshloom.random import KeyedDraws, chunk_seed, model_seed, sample_order, seed_everything
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan, chunk_sizes
+from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, sample_order, seed_everything
 from meshloom.verify.records import ChunkRecord
 from meshloom.verify.watch import ModuleWatch, digest_parameters, digest_values
 from tests.held import WholeRecord

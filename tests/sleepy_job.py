@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from meshloom.job import Job
+from meshloom.core.job import Job
 from tests.jobs import MLP, Samples, class_loss
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
+from meshloom.core.mesh import Place
 from meshloom.graph.nodes import Meta
 from meshloom.graph.stages import Crossing
-from meshloom.mesh import Place
 from meshloom.pipeline.recorder import Recorder
 from meshloom.pipeline.run import PipelineRun
 from meshloom.pipeline.schedule import Schedule

@@ -13,9 +13,9 @@ from jobs import make_job
 from rehearsals import machine
 from rich.console import Console
 
-from meshloom.errors import PlanError
-from meshloom.links import Link
-from meshloom.plan import Plan
+from meshloom.core.errors import PlanError
+from meshloom.core.plan import Plan
+from meshloom.machine.links import Link
 from meshloom.planner.advise import advise, recommended
 from meshloom.planner.candidates import candidates
 from meshloom.planner.pricing import Devices, Option, Pricer, at_speed, crowds_of

@@ -25,8 +25,8 @@ from meshloom.comm.moves import AllReduceMoves, Move
 from meshloom.comm.ring import ring, scatter_reduce
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.tree import tree
-from meshloom.costs import ALGORITHMS, choose_algorithm, halving_seconds, ring_seconds, tree_seconds
-from meshloom.errors import CollectiveError, MachineError, PeerLostError
+from meshloom.core.costs import ALGORITHMS, choose_algorithm, halving_seconds, ring_seconds, tree_seconds
+from meshloom.core.errors import CollectiveError, MachineError, PeerLostError
 
 SPELLED_OUT = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 ALL = [*SPELLED_OUT, "barrier", "send", "gather", "scatter", "all_to_all"]

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from meshloom.comm.algorithms import SpelledOutGroup
 from meshloom.comm.shm import why_not
-from meshloom.costs import ALGORITHMS
-from meshloom.errors import PeerLostError
+from meshloom.core.costs import ALGORITHMS
+from meshloom.core.errors import PeerLostError
+from meshloom.core.mesh import Mesh
 from meshloom.launch import open_world, transport
-from meshloom.mesh import Mesh
 from meshloom.trainer import Trainer
 from tests.jobs import make_job
 from tests.verified import verified

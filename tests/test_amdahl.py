@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 from meshloom.planner.amdahl import Work, bound, with_communication
 
 

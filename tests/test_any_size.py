@@ -18,12 +18,12 @@ from torch.utils.data import default_collate
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job
+from meshloom.core.random import KeyedDraws, seed_everything
 from meshloom.graph import programs as module
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import LossPrograms
-from meshloom.job import Job
-from meshloom.random import KeyedDraws, seed_everything
 from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from meshloom.core.job import Job
 from meshloom.graph.apart import changes_apart, layers_apart
 from meshloom.graph.capture import capture
 from meshloom.graph.choose import choose
@@ -20,7 +21,6 @@ from meshloom.graph.partition import partition
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.stages import cut_into_stages, users_of
-from meshloom.job import Job
 from meshloom.pipeline.staging import with_changes_placed
 from tests.any_jobs import job_of
 from tests.division import RATES, at_random

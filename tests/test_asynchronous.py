@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from meshloom.asynchronous.division import divide_over_servers
 from meshloom.asynchronous.shares import Shares
 from meshloom.cli import main
-from meshloom.errors import CheckpointError, DataError, JobError, MeshloomError, PlanError, TrainingError
+from meshloom.core.errors import CheckpointError, DataError, JobError, MeshloomError, PlanError, TrainingError
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import model_seed, sample_order, seed_everything
 from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
-from meshloom.job import Evaluate, Job
-from meshloom.plan import Plan
-from meshloom.random import model_seed, sample_order, seed_everything
 from meshloom.report.progress import QUIET, Listener, Progress
 from meshloom.trainer import Trainer
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import TrainingError
-from meshloom.job import Evaluate, Job
+from meshloom.core.errors import TrainingError
+from meshloom.core.job import Evaluate, Job
 from meshloom.trainer import Trainer
 from tests.jobs import make_job
 from tests.test_asynchronous import Run

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import JobError
+from meshloom.core.errors import JobError
 from meshloom.state.average_state import average_state
 from meshloom.state.optimizer_state import Held
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Turns
-from meshloom.errors import CollectiveError, JobError, TrainingError
+from meshloom.core.errors import CollectiveError, JobError, TrainingError
 from meshloom.exchange.batch_norm import synchronise_batch_norm
 from tests.covering import few
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Evaluate
+from meshloom.core.plan import Plan
 from meshloom.graph.batch_values import fits, text_of
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.programs import MOST, Programs, _key
 from meshloom.graph.transfer import pack, unpack
-from meshloom.job import Evaluate
-from meshloom.plan import Plan
 from meshloom.report.progress import Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import PeerLostError, TrainingError
+from meshloom.core.errors import PeerLostError, TrainingError
 from meshloom.state.buffers import RunningStatistics
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # the recurrence is applied per replica and then over replicas

@@ -19,7 +19,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
 from meshloom.comm.values import agree, collect, scatter_objects, share
-from meshloom.errors import CollectiveError, MeshloomError, PeerLostError
+from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.cache import Cache
+from meshloom.core.cache import Cache
 
 PARTS = {"model": "a", "loss": "b"}
 

@@ -12,9 +12,9 @@ from rehearsals import machine as example
 
 from meshloom.calibration import Request, joined, numbers_of_ranks
 from meshloom.cli import main
-from meshloom.cluster import KINDS, load
-from meshloom.errors import PlanError
-from meshloom.links import COLLECTIVES, Company, Crowd, Link
+from meshloom.core.errors import PlanError
+from meshloom.machine.links import COLLECTIVES, Company, Crowd, Link
+from meshloom.machine.machine import KINDS, load
 from meshloom.planner.calibrate import machine_of, measure_operators
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saving_jobs import SHAPES, save_step, slices_of, state_of, weights_of
 
-from meshloom.errors import CheckpointError
+from meshloom.core.errors import CheckpointError
 from meshloom.state import layout
 from meshloom.state.checkpoint import Checkpoint, check_same_data, find, fingerprint_of
 

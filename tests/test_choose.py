@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import meshloom.graph.problem
 from benchmarks.step import gpt
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 from meshloom.graph.change import cost_of
 from meshloom.graph.choose import Choice, choice_of_numbers, choose, numbers_of_choice
 from meshloom.graph.cost import costs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 from meshloom.state.chunks import cut_batch, share_of
 
 

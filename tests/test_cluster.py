@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshloom.cluster import Operation, collective_seconds, example_machine, load, operator_seconds, save
-from meshloom.errors import MachineError
+from meshloom.core.errors import MachineError
+from meshloom.machine.machine import Operation, collective_seconds, example_machine, load, operator_seconds, save
 
 MACHINE = example_machine()
 

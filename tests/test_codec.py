@@ -26,7 +26,7 @@ from meshloom.asynchronous.codec import (
 from meshloom.asynchronous.division import divide_over_servers
 from meshloom.asynchronous.greetings import Ask, Hello, Tally, Terms, Welcome
 from meshloom.comm.messages import Described, Header, read_frames, write_frames
-from meshloom.errors import JobError, MessageError
+from meshloom.core.errors import JobError, MessageError
 from meshloom.exchange.elastic.messages import (
     Apply,
     Back,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshloom.comm.messages import DTYPES, Buffer, Described, Header, Limits, read_frames, read_header, write_frames, write_header
 from meshloom.comm.sockets import receive, send
-from meshloom.errors import MessageError
+from meshloom.core.errors import MessageError
 
 LIMITS = Limits(kinds=frozenset(range(1 << 16)), num_tensors=4, tensor_bytes=1 << 20)
 counters = st.integers(0, 2**64 - 1)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from meshloom import companions
 from meshloom.companions import Companions, advise_beside, numbers_beside
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.planner.pricing import Devices
 from meshloom.report.advice import advice_records, print_advice
 from tests.jobs import class_loss, make_job

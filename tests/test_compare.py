@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 from meshloom.verify.compare import Comparer, Comparison
 from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput
 from tests.held import WholeRecord, compare_records

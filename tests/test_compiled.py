@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshloom.compiled import named_as_written, without_compilation
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.compiled import named_as_written, without_compilation
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import MLP, make_job

@@ -15,14 +15,14 @@ from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.bf16 import BF16
 from meshloom.exchange.error_feedback import ErrorFeedback
 from meshloom.exchange.powersgd import PowerSGD
 from meshloom.exchange.reduction import Reduction
 from meshloom.exchange.topk import TopK
-from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few

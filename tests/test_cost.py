@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
+from meshloom.core.random import seed_everything
 from meshloom.graph.capture import capture_module
 from meshloom.graph.cost import Kept, by_module, costs, kept_bytes
 from meshloom.graph.program import Program
-from meshloom.random import seed_everything
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ
 

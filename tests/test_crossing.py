@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
+from meshloom.core.job import Job
 from meshloom.graph.capture import capture
 from meshloom.graph.choose import choose
 from meshloom.graph.layout import layout_of
 from meshloom.graph.partition import partition
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.stages import cut_into_stages
-from meshloom.job import Job
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.staging import with_changes_placed
 from tests.covering import few

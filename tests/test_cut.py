@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.errors import CaptureError, PlanError
+from meshloom.core.errors import CaptureError, PlanError
 from meshloom.graph.capture import capture_module
 from meshloom.graph.cost import Kept, costs
 from meshloom.graph.cut import UNEVEN, CutChoice, choose_cuts

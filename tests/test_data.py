@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import DataError, JobError
-from meshloom.plan import Plan
+from meshloom.core.errors import DataError, JobError
+from meshloom.core.plan import Plan
 from meshloom.state.data import evaluation_chunks, open_reader
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.job import Job
 from meshloom.graph.choose import choose
 from meshloom.graph.chosen import account_of
 from meshloom.graph.cost import costs
@@ -16,7 +17,6 @@ from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.stages import cut_into_stages
 from meshloom.graph.transfer import pack, unpack
-from meshloom.job import Job
 from meshloom.state.samples import first_batches
 from tests.jobs import Samples
 

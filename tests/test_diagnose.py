@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.verify.hold import Found
 from meshloom.verify.reference import Reference
 from tests.covering import few

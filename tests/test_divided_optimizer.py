@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.alone import Alone
 from meshloom.graph.capture import capture_module
 from meshloom.graph.choose import Rates, choose
@@ -26,7 +27,6 @@ from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import place, take
 from meshloom.graph.rules.table import BUILT_IN
-from meshloom.job import Job, NamedParameters
 from meshloom.state import saving
 from meshloom.state.optimizer import Updater
 from meshloom.state.shards import Shards

@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from meshloom.job import Job
+from meshloom.core.job import Job
 from tests.division import Decide, Subject, at_random, cheapest, compare, subject_of
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 from tests.documents import Block, anchors_of, blocks_of
 
 ROOT = Path(__file__).parents[1]

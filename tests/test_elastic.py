@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshloom.errors import PlanError, TrainingError
+from meshloom.core.errors import PlanError, TrainingError
 from meshloom.exchange.elastic.circumstances import Circumstances, Incident, parse_incidents
 from meshloom.exchange.elastic.clocks import Clocks
 from meshloom.exchange.elastic.ledger import Ledger

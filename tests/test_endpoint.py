@@ -35,7 +35,7 @@ from meshloom.comm.endpoint import Endpoint
 from meshloom.comm.keys import WorkerKey, make_keys
 from meshloom.comm.messages import Described, Header, Limits, write_header
 from meshloom.comm.sockets import Event, Joined, Lost, Message, Patience
-from meshloom.errors import EndpointError, MessageError, PeerLostError
+from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 
 def test_messages_travel_both_ways_in_order():

@@ -8,7 +8,7 @@ import torch
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import TrainingError
+from meshloom.core.errors import TrainingError
 from tests.covering import few
 from tests.exchange_world import KINDS, assert_same, backward, data, one_device, replicas, whole_gradients
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.graph.choose import Choice, choose
 from meshloom.graph.layout import Layout
 from meshloom.graph.partition import Partition
 from meshloom.graph.placement import Part
 from meshloom.graph.traffic import sent_in_chunk
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.verify.run import verify
 from tests.division import RATES, Subject, compare, subject_of
 from tests.families.measure import largest_error

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshloom.errors import JobError
-from meshloom.plan import Plan
+from meshloom.core.errors import JobError
+from meshloom.core.plan import Plan
 from tests.covering import few
 from tests.families import FAMILIES, REFUSED, Family
 from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED

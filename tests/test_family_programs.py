@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.check import check_against_eager
 from meshloom.graph.nodes import Node, Ref
 from meshloom.graph.program import Program

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.job import Job
 from meshloom.graph.folding import Folding
 from meshloom.graph.program import Program
 from meshloom.graph.programs import Programs
 from meshloom.graph.shapes import capture_shapes
-from meshloom.job import Job
 from meshloom.state.samples import first_batches
 from tests.covering import few
 from tests.families import FAMILIES

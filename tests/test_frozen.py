@@ -16,7 +16,7 @@ from jobs import make_job
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.frozen import line_that_changes
 from meshloom.trainer import Trainer

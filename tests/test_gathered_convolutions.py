@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from meshloom.core.job import Job
 from meshloom.graph.convolutions import GatheredConvolutions
-from meshloom.job import Job
 from meshloom.trainer import Trainer
 from tests.division import at_random, compare, subject_of
 

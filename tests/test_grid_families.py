@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
 from tests.families import FAMILIES, Family
 from tests.families.measure import largest_error

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.hosts import HostsGroup, HostsParts
-from meshloom.errors import CollectiveError, PeerLostError
+from meshloom.core.errors import CollectiveError, PeerLostError
 
 NAMES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "send", "gather", "scatter", "all_to_all"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from meshloom.comm.hosts import HostsGroup
 from meshloom.comm.shm import why_not
-from meshloom.errors import PeerLostError
+from meshloom.core.errors import PeerLostError
+from meshloom.core.mesh import Mesh
+from meshloom.core.plan import Plan
 from meshloom.launch import World, open_world, transport
-from meshloom.mesh import Mesh
-from meshloom.plan import Plan
 from meshloom.verify.run import verify
 from tests.jobs import make_job
 
@@ -116,8 +116,9 @@ def test_who_loses_a_rank_says_which_one_where_it_shared_a_host(killed: bool):
 LEAVES_EARLY = """
     import os, sys
     import torch
-    from meshloom.launch import leave, open_world, report_failure, transport
-    from meshloom.mesh import Mesh
+    from meshloom.launch import transport
+    from meshloom.launch import leave, open_world, report_failure
+    from meshloom.core.mesh import Mesh
 
     transport.host_identity = lambda: "ab"[int(os.environ["RANK"]) // 2]
     world = open_world(Mesh(dp=4), timeout_seconds=250)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn import functional as F
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.plan import Plan
 from meshloom.graph.inner_gradients import transforms_ended
-from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.loss_jobs import job_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshloom.errors import JobError
-from meshloom.job import Evaluate, Job
+from meshloom.core.errors import JobError
+from meshloom.core.job import Evaluate, Job
 
 GOOD: dict[str, Any] = {
     "model": lambda: nn.Linear(1, 1),

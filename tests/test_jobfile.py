@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.errors import JobError
-from meshloom.job import Job
-from meshloom.jobfile import as_program, load_job
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.jobfile import as_program, load_job
 
 JOB = """
 import torch

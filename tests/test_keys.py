@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshloom.comm.keys import ServerKey, WorkerKey, make_keys, read_server_key, read_worker_key, write_key
-from meshloom.errors import EndpointError
+from meshloom.core.errors import EndpointError
 
 
 def test_keys_are_read_as_they_were_written(tmp_path: Path):

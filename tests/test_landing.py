@@ -17,6 +17,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
 from meshloom.graph.capture import capture
@@ -25,7 +26,6 @@ from meshloom.graph.landed import LandedLinear, with_landing
 from meshloom.graph.landing import InPlace, Room
 from meshloom.graph.linears import GatheredLinears
 from meshloom.graph.pieces import Pieces, whole
-from meshloom.job import Job
 from meshloom.pipeline.later import Later
 from tests.covering import few
 from tests.exchange_world import KINDS, assert_same, gathered

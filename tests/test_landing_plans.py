@@ -13,10 +13,10 @@ from torch.utils.data import default_collate
 
 import meshloom.pipeline.stage
 import tests.pipelines
+from meshloom.core.plan import Plan
 from meshloom.graph.landed import LandedLinear, with_landing
 from meshloom.graph.landing import InPlace, Room
 from meshloom.pipeline.builders import make_schedule
-from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES

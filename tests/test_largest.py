@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.job import Job
+from meshloom.core.job import Job
 from meshloom.planner import describe as planner
 from meshloom.planner import readings
 from meshloom.report.description import print_description

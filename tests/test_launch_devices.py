@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from machine import machine
 
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
+from meshloom.core.mesh import Mesh
 from meshloom.launch.devices import choose_devices, default_ranks
-from meshloom.mesh import Mesh
 
 
 @pytest.mark.parametrize(

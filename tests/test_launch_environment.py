@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
 from meshloom.launch.environment import cache_directory, is_rank, launched_plan, read_seat
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "42"}

@@ -10,11 +10,11 @@ from types import TracebackType
 import pytest
 import torch
 
-from meshloom.errors import DataError, DeviceError, PeerLostError, PlanError
-from meshloom.jobfile import load_job
+from meshloom.core.errors import DataError, DeviceError, PeerLostError, PlanError
+from meshloom.core.jobfile import load_job
+from meshloom.core.mesh import Mesh
+from meshloom.core.plan import Plan
 from meshloom.launch.failure import own_line, report_failure
-from meshloom.mesh import Mesh
-from meshloom.plan import Plan
 
 
 def _fail_deep(text: str) -> None:

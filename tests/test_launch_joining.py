@@ -12,9 +12,9 @@ from processes import on_ranks
 from meshloom.comm.shm import why_not
 from meshloom.comm.turns import run_in_steps
 from meshloom.comm.values import collect
-from meshloom.errors import DeviceError, PeerLostError
+from meshloom.core.errors import DeviceError, PeerLostError
+from meshloom.core.mesh import Mesh
 from meshloom.launch import open_world
-from meshloom.mesh import Mesh
 
 pytestmark = pytest.mark.processes
 

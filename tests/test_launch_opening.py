@@ -9,9 +9,9 @@ from machine import machine
 
 from meshloom.comm.turns import run_in_steps
 from meshloom.comm.values import collect
-from meshloom.errors import DeviceError, PlanError
+from meshloom.core.errors import DeviceError, PlanError
+from meshloom.core.mesh import Mesh, Place
 from meshloom.launch import is_rank, open_world
-from meshloom.mesh import Mesh, Place
 
 CPU = torch.device("cpu")
 

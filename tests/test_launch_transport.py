@@ -12,11 +12,11 @@ from thread_groups import on_threads
 
 from meshloom.cli import main
 from meshloom.comm.signed_store import SignedStore
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
+from meshloom.core.mesh import Mesh
 from meshloom.launch import open_world
 from meshloom.launch.environment import launched_transport
 from meshloom.launch.transport import Transports, agreed_transports, host_identity
-from meshloom.mesh import Mesh
 
 MACHINES = "through shared memory on each of 2 machines and over Gloo between them"
 
@@ -86,7 +86,7 @@ def test_an_unknown_transport_is_one_sentence(monkeypatch: pytest.MonkeyPatch, c
 SAYS = """
     import json, os
     from meshloom.launch import open_world
-    from meshloom.mesh import Mesh
+    from meshloom.core.mesh import Mesh
     with open_world(Mesh(dp=2), timeout_seconds=60) as world:
         group = world.local[0].groups["dp"].group
         if world.main:

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from meshloom.errors import CheckpointError
+from meshloom.core.errors import CheckpointError
 from meshloom.state.layout import Piece, meta_text, read_meta
 from meshloom.state.tensor_file import DTYPES, write_tensors
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshloom.job import Evaluate, Job
-from meshloom.plan import Plan
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.plan import Plan
 from meshloom.report.progress import Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from meshloom.cluster import collective_seconds, example_machine
-from meshloom.errors import MachineError
-from meshloom.links import COLLECTIVES, Collective, Crowd, Link, fit_link, seconds_of, slowdown
+from meshloom.core.errors import MachineError
+from meshloom.machine.links import COLLECTIVES, Collective, Crowd, Link, fit_link, seconds_of, slowdown
+from meshloom.machine.machine import collective_seconds, example_machine
 
 MACHINE = example_machine()
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshloom.errors import PlanError, TrainingError
+from meshloom.core.errors import PlanError, TrainingError
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.local_sgd import TakeMean
-from meshloom.job import Evaluate, Job
-from meshloom.plan import Plan
 from meshloom.state.chunks import Chunk
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

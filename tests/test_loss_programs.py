@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
 from meshloom.comm.values import scatter_objects
-from meshloom.errors import DataError
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.errors import DataError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
 from tests.jobs import Samples
 

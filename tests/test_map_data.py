@@ -13,9 +13,9 @@ from reading_jobs import Augmented, job_of, read_chunks, same
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import DataError, PlanError
-from meshloom.plan import Plan
-from meshloom.random import sample_order
+from meshloom.core.errors import DataError, PlanError
+from meshloom.core.plan import Plan
+from meshloom.core.random import sample_order
 from meshloom.state.data import open_reader
 
 

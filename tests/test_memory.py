@@ -10,11 +10,11 @@ from jobs import make_job
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
 from meshloom.exchange.buckets import GradientBuckets
 from meshloom.graph.capture import capture
 from meshloom.graph.program import Program
-from meshloom.job import Job
 from meshloom.planner.measure import measure_memory
 from meshloom.planner.memory import predict_memory
 from tests.memory_jobs import CASES, OPTIMIZERS, SETTINGS

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshloom.errors import PlanError
-from meshloom.mesh import AXES, Axis, Mesh, Place
+from meshloom.core.errors import PlanError
+from meshloom.core.mesh import AXES, Axis, Mesh, Place
 
 meshes = st.builds(Mesh, dp=st.integers(1, 5), pp=st.integers(1, 4), tp=st.integers(1, 4))
 axes = st.sampled_from(AXES)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshloom.errors import JobError, MeshloomError
-from meshloom.job import Evaluate
+from meshloom.core.errors import JobError, MeshloomError
+from meshloom.core.job import Evaluate
 from meshloom.state.chunks import Chunk
 from meshloom.state.metrics import MetricSums
 from meshloom.trainer import Trainer

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import TrainingError
+from meshloom.core.errors import TrainingError
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.modes import Modes, as_trained
+from meshloom.core.plan import Plan
+from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, seed_everything
 from meshloom.graph.capture import capture
 from meshloom.graph.check import check_against_eager
 from meshloom.graph.precision import build_model
-from meshloom.job import Evaluate, Job
-from meshloom.modes import Modes, as_trained
-from meshloom.plan import Plan
-from meshloom.random import KeyedDraws, chunk_seed, model_seed, seed_everything
 from meshloom.report.progress import Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

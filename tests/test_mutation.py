@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.capture import capture_module
 from meshloom.graph.check import check_against_module
 from meshloom.graph.nodes import Node, Ref

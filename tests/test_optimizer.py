@@ -18,9 +18,9 @@ from torch.optim import Optimizer, lr_scheduler
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
-from meshloom.errors import CheckpointError, JobError
+from meshloom.core.errors import CheckpointError, JobError
+from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange
-from meshloom.job import Job, NamedParameters
 from meshloom.state.checkpoint import Checkpoint, save
 from meshloom.state.optimizer import Updater
 from tests.covering import few

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshloom.cli import main
-from meshloom.errors import DeviceError, PlanError
-from meshloom.job import Job
+from meshloom.core.errors import DeviceError, PlanError
+from meshloom.core.job import Job
 from meshloom.launch import choose_for_workers
 from meshloom.trainer import Trainer
 from tests.jobs import make_job

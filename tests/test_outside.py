@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.errors import CaptureError, MeshloomError, TrainingError
+from meshloom.core.errors import CaptureError, MeshloomError, TrainingError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.graph.outside import Outside
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import GPT, Samples, token_loss, vectors

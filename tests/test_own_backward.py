@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job
 from meshloom.graph.capture import capture_module
 from meshloom.graph.check import check_against_module
 from meshloom.graph.own_backward import MOST_TRIED
 from meshloom.graph.shapes import capture_shapes
-from meshloom.job import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

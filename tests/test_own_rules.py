@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshloom.errors import CaptureError, JobError
+from meshloom.core.errors import CaptureError, JobError
+from meshloom.core.job import Job
 from meshloom.graph.rules.table import rules_with
-from meshloom.job import Job
 from tests.rule_calls import Chance, OneCall
 from tests.rule_check import Checked, check_call
 

@@ -19,7 +19,7 @@ from processes import CONTEXT
 
 from meshloom.comm.messages import Header, Limits
 from meshloom.comm.sockets import Joined, Message, Patience
-from meshloom.errors import MessageError, PeerLostError
+from meshloom.core.errors import MessageError, PeerLostError
 
 pytestmark = pytest.mark.processes
 MEGABYTES = 100

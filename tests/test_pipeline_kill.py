@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from meshloom.errors import PeerLostError
+from meshloom.core.errors import PeerLostError
+from meshloom.core.plan import Plan
 from meshloom.launch.signals import ONE_REQUEST_SECONDS
-from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from tests.jobs import make_job
 from tests.killing import (

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshloom.errors import CaptureError, JobError, PlanError, TrainingError
-from meshloom.job import Evaluate, Job
-from meshloom.plan import Plan
+from meshloom.core.errors import CaptureError, JobError, PlanError, TrainingError
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES

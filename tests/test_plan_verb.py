@@ -14,9 +14,9 @@ from test_cli import FILE, records
 from meshloom import companions
 from meshloom.at_hand import Wish, devices_for
 from meshloom.cli import main
-from meshloom.cluster import machine_file, save
 from meshloom.comm.shm import why_not
-from meshloom.errors import DeviceError, MachineError, PlanError
+from meshloom.core.errors import DeviceError, MachineError, PlanError
+from meshloom.machine.machine import machine_file, save
 
 HERE = "gloo" if why_not() else "shm"
 

@@ -14,10 +14,10 @@ from torch import Tensor
 import meshloom.replica
 import meshloom.state.map_data
 import meshloom.state.optimizer
+from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.zero import ZeroOne
-from meshloom.plan import Plan
 from meshloom.state.optimizer import Updater
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify

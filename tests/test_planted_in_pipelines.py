@@ -12,10 +12,10 @@ from torch import Tensor
 import meshloom.graph.calls
 import meshloom.pipeline.stage
 import meshloom.state.optimizer
-from meshloom.errors import TrainingError
+from meshloom.core.errors import TrainingError
+from meshloom.core.plan import Plan
 from meshloom.pipeline.ready import Readiness
 from meshloom.pipeline.stage import StageRun
-from meshloom.plan import Plan
 from meshloom.state.homes import Homes
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify

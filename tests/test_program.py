@@ -10,11 +10,11 @@ from jobs import make_job
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.random import KeyedDraws, seed_everything
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.draws import seed_of_draw
 from meshloom.graph.programs import Programs
-from meshloom.random import KeyedDraws, seed_everything
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

@@ -16,10 +16,10 @@ from torch.utils.data import default_collate
 from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, advance_one, run_in_steps
-from meshloom.errors import CaptureError, MeshloomError
+from meshloom.core.errors import CaptureError, MeshloomError
+from meshloom.core.job import Job
 from meshloom.graph import programs as module
 from meshloom.graph.programs import Programs
-from meshloom.job import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

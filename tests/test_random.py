@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshloom.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, sample_order, sample_seed, seed_everything
+from meshloom.core.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, sample_order, sample_seed, seed_everything
 
 # What draws a tensor [samples, 6] for a batch x [samples, 6], in as many ways as torch has.
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.plan import Plan
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.rates import rates_here
 from meshloom.pipeline.cutting import choose_stages
-from meshloom.plan import Plan
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import rank_shares
 from meshloom.planner.readings import Reading, Readings

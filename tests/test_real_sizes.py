@@ -17,8 +17,8 @@ from rich.console import Console
 from torch import Tensor
 
 import tests.real_sizes
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.verify.compare import GradientErrors
 from meshloom.verify.reference import Reference
 from meshloom.verify.report import print_report

@@ -17,7 +17,8 @@ from torch.utils.data import default_collate
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Turns
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.random import preserved_draws, seed_everything
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.cost import costs
 from meshloom.graph.leaves import leaves_of
@@ -29,7 +30,6 @@ from meshloom.graph.recompute import recomputed, with_recomputation
 from meshloom.graph.segments import segments_of
 from meshloom.pipeline.builders import make_schedule
 from meshloom.planner.measure import measure_memory
-from meshloom.random import preserved_draws, seed_everything
 from tests.covering import in_turn
 from tests.division import cheapest
 from tests.division import subject_of as divided_subject_of

@@ -14,7 +14,7 @@ from processes import on_ranks
 from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Turns, run_in_steps
-from meshloom.errors import ReportError
+from meshloom.core.errors import ReportError
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.recorder import Recorder
 from meshloom.pipeline.schedule import Action
@@ -150,6 +150,6 @@ def _twice(schedule, group, run):  # type: ignore[no-untyped-def]
 
 
 def test_rows_have_names():
-    from meshloom.mesh import Place
+    from meshloom.core.mesh import Place
 
     assert Row(rank=3, place=Place(dp=1, pp=1), spans=()).name == "rank 3 (dp=1,pp=1)"

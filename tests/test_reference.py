@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, default_collate
 
-from meshloom.errors import DataError
-from meshloom.plan import Plan
-from meshloom.random import model_seed, sample_order, sample_seed, seed_everything
+from meshloom.core.errors import DataError
+from meshloom.core.plan import Plan
+from meshloom.core.random import model_seed, sample_order, sample_seed, seed_everything
 from meshloom.verify.reference import Reference
 from tests.held import step_of
 from tests.jobs import Samples, make_job, vectors

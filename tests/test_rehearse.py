@@ -16,9 +16,9 @@ from test_cli import FILE, records
 from meshloom.cli import main
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.windows import windows_of
-from meshloom.errors import PlanError
-from meshloom.jobfile import load_job
-from meshloom.plan import Plan
+from meshloom.core.errors import PlanError
+from meshloom.core.jobfile import load_job
+from meshloom.core.plan import Plan
 from meshloom.planner import rehearse as planner_rehearse
 from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearse import free_bytes, rehearse

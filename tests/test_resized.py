@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.graph import programs as module
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.resized import resized
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.families import FAMILIES

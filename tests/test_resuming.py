@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, run_in_steps
-from meshloom.errors import CheckpointError
+from meshloom.core.errors import CheckpointError
 from meshloom.report.progress import QUIET
 from meshloom.state import checkpoint as checkpoints
 from meshloom.state import resuming

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.verify.blocks import distance, norm
 from meshloom.verify.compare import Comparison, TensorError
 from meshloom.verify.hold import Holding

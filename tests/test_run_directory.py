@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from meshloom.cli import main
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import CheckpointError, JobError
-from meshloom.job import Evaluate, Job
+from meshloom.core.errors import CheckpointError, JobError
+from meshloom.core.job import Evaluate, Job
 from meshloom.report.progress import Listener
 from meshloom.state import saving
 from meshloom.state.checkpoint import find

@@ -11,8 +11,8 @@ from jobs import make_job
 from reading_jobs import Augmented, job_of, read_chunks
 from torch.utils.data import IterableDataset
 
-from meshloom.errors import DataError
-from meshloom.plan import Plan
+from meshloom.core.errors import DataError
+from meshloom.core.plan import Plan
 from meshloom.state.samples import first_batches
 
 

@@ -16,7 +16,7 @@ from saving_jobs import names_in, save_step, slices_of, state_of, weights_of
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import CheckpointError
+from meshloom.core.errors import CheckpointError
 from meshloom.state import layout, saving
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.layout import Piece, fingerprint_of

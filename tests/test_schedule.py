@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.check import check_schedule, most_in_flight
 from meshloom.pipeline.schedule import Action, Schedule

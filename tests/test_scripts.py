@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.job import Job
-from meshloom.plan import Plan
-from meshloom.random import model_seed, preserved_draws, seed_everything
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

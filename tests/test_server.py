@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshloom.core.plan import Plan
 from meshloom.exchange.server import Server
 from meshloom.exchange.slices import OwnedSlices
-from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import GPT, make_job
@@ -135,7 +135,7 @@ def weights_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _as_mean(loss: Any, samples: int, **settings: Any) -> Any:
-    from meshloom.loss import as_sum
+    from meshloom.core.loss import as_sum
 
     total, weight = as_sum(loss, samples, **settings)
     mean = total / weight * (13 / 3)  # every replica's mean counts a third

@@ -21,9 +21,9 @@ from meshloom.asynchronous.working import ask
 from meshloom.comm.connections import Connections
 from meshloom.comm.messages import Header, Limits
 from meshloom.comm.sockets import Joined, Message
-from meshloom.errors import JobError, MessageError
+from meshloom.core.errors import JobError, MessageError
+from meshloom.core.job import Job
 from meshloom.exchange.elastic.messages import Join
-from meshloom.job import Job
 from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 from tests.jobs import make_job

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import default_collate
 
-from meshloom.errors import CaptureError, JobError
+from meshloom.core.errors import CaptureError, JobError
+from meshloom.core.job import Job
 from meshloom.graph.capture import capture
 from meshloom.graph.shapes import capture_shapes
-from meshloom.job import Job
 from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

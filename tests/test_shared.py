@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import CheckpointError, TrainingError
+from meshloom.core.errors import CheckpointError, TrainingError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.copies import OneEach
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.report.progress import Listener
 from meshloom.state.made import make_optimizers
 from meshloom.state.optimizer import Updater

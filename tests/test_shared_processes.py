@@ -18,10 +18,10 @@ from torch import nn
 from meshloom.comm.shm import ShmGroup, why_not
 from meshloom.comm.turns import run_in_steps
 from meshloom.comm.windows import windows_of
-from meshloom.errors import PeerLostError
+from meshloom.core.errors import PeerLostError
+from meshloom.core.plan import Plan
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
-from meshloom.plan import Plan
 from meshloom.report.progress import Listener
 from meshloom.state.checkpoint import Checkpoint, find
 from meshloom.state.optimizer import Updater

@@ -13,10 +13,10 @@ from reading_jobs import Augmented, Stream, job_of
 from meshloom.comm.record import Count
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import JobError, PlanError
+from meshloom.core.errors import JobError, PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.proportion import EVERY_STEPS
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.state import pace as pace_file
 from meshloom.state.chunks import Chunk
 from meshloom.state.data import open_reader

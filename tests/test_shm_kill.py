@@ -14,7 +14,7 @@ from warm_ranks import Seat, WarmRanks
 
 from meshloom.comm.group import Work
 from meshloom.comm.shm import ShmGroup
-from meshloom.errors import MeshloomError, PeerLostError
+from meshloom.core.errors import MeshloomError, PeerLostError
 
 pytestmark = pytest.mark.processes
 SECONDS_TO_TELL = 2.0

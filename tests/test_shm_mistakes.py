@@ -14,7 +14,7 @@ from warm_ranks import Seat, WarmRanks
 from meshloom.comm.group import Work
 from meshloom.comm.segments import Named
 from meshloom.comm.shm import ShmGroup
-from meshloom.errors import CollectiveError, MeshloomError, PeerLostError
+from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
 
 pytestmark = pytest.mark.processes
 Told = tuple[type[MeshloomError], str, float]

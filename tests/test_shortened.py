@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.job import Job
 from meshloom.graph.cost import _costs, costs
 from meshloom.graph.cost_fake import fake_tensors
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.shortened import NUM_KEPT, node_by_node, shortened
 from meshloom.graph.stages import cut_into_stages
-from meshloom.job import Job
 from meshloom.planner.memory import predict_memory
 from meshloom.planner.stage_kept import kept_bytes_of
 from tests.jobs import Samples

@@ -21,7 +21,7 @@ from meshloom.comm.shm import ShmGroup
 from meshloom.comm.signed_store import SignedStore
 from meshloom.comm.simulated import SimulatedGroup, simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import CollectiveError, DeviceError
+from meshloom.core.errors import CollectiveError, DeviceError
 from meshloom.launch.environment import launched_secret
 
 MEMBERS = ["rank 0 (dp=0)", "rank 1 (dp=1)"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.capture import capture_module
 from meshloom.graph.check import check_against_module
 from meshloom.graph.sketch import FOLDS, SMALL, sketch

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job
 from meshloom.graph import programs as module
 from meshloom.graph import smaller as rules
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.program import Program
 from meshloom.graph.smaller import shrunk
-from meshloom.job import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

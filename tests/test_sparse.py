@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, AdamW, SparseAdam
 
-from meshloom.errors import JobError, TrainingError
+from meshloom.core.errors import JobError, TrainingError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange import sparse
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.report.progress import QUIET, Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

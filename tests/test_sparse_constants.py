@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import CaptureError, JobError
+from meshloom.core.errors import CaptureError, JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.graph.capture import capture
 from meshloom.graph.cost import costs
 from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.transfer import pack, unpack
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 

@@ -13,8 +13,8 @@ import torch
 
 import meshloom as ml
 from meshloom.cli import main
-from meshloom.cluster import Machine, example_machine, save
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.machine.machine import Machine, example_machine, save
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged import StagePlan, staged
 from meshloom.report.stages import lines_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.cost import costs
 from meshloom.graph.cut import choose_cuts

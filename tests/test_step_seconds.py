@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rehearsals import machine, rehearsal, step
 
-from meshloom.errors import MachineError
-from meshloom.links import Link
+from meshloom.core.errors import MachineError
+from meshloom.machine.links import Link
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.spans import Span
 from meshloom.planner.rehearsal import Call, RankStep

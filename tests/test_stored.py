@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.cache import Cache
 from meshloom.cli import main
+from meshloom.core.cache import Cache
+from meshloom.core.job import Job
+from meshloom.core.timings import Timings
 from meshloom.graph import programs as module
 from meshloom.graph import smaller as rules
 from meshloom.graph import stored as stored_module
 from meshloom.graph.programs import Programs
 from meshloom.graph.stored import Stored
-from meshloom.job import Job
-from meshloom.timings import Timings
 from meshloom.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

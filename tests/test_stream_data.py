@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from reading_jobs import Stream, draws, job_of, read_chunks, same
 from torch.utils.data import IterableDataset
 
-from meshloom.errors import DataError, JobError, PlanError
-from meshloom.plan import Plan
+from meshloom.core.errors import DataError, JobError, PlanError
+from meshloom.core.plan import Plan
 
 
 def whole_batches(num_samples, batch_size, drop_last, steps):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.job import Job
+from meshloom.core.jobfile import load_job
 from meshloom.graph.check import check_against_eager
 from meshloom.graph.programs import Programs
-from meshloom.job import Job
-from meshloom.jobfile import load_job
 from meshloom.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

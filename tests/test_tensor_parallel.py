@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.errors import CaptureError, PlanError, TrainingError
-from meshloom.job import Evaluate, Job
-from meshloom.plan import Plan
+from meshloom.core.errors import CaptureError, PlanError, TrainingError
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES

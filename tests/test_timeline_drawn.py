@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from meshloom.mesh import Mesh
+from meshloom.core.mesh import Mesh
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.schedule import Action
 from meshloom.pipeline.spans import Span

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from meshloom.comm import shm
 from meshloom.comm.one_host import check_one_host
 from meshloom.comm.shm import why_not
-from meshloom.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
+from meshloom.core.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(why_not()), reason=why_not() or "it is there")]
 

@@ -24,7 +24,9 @@ from torch.nn import functional as F
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Turns
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.graph.capture import capture
 from meshloom.graph.choose import choose
 from meshloom.graph.layout import layout_of
@@ -36,8 +38,6 @@ from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.traffic import sent_at_the_end, sent_in_chunk
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from tests.jobs import Samples
 from tests.processes import on_ranks

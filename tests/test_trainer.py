@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import CheckpointError, CollectiveError, DataError, JobError, PlanError, TrainingError
-from meshloom.job import Evaluate, Job
+from meshloom.core.errors import CheckpointError, CollectiveError, DataError, JobError, PlanError, TrainingError
+from meshloom.core.job import Evaluate, Job
 from meshloom.report.progress import Listener
 from meshloom.trainer import Batch, Trainer
 from tests.covering import few

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.asynchronous.replica import WorkerReplica
-from meshloom.plan import Plan
-from meshloom.random import model_seed, preserved_draws, seed_everything
+from meshloom.core.plan import Plan
+from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.state import chunk_writes, recurrence
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.random import seed_everything
 from meshloom.graph.capture import capture, capture_module
 from meshloom.graph.contexts import Autocast, Context
 from meshloom.graph.nodes import Input, Meta, Node, Ref, Variable
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.transfer import pack, unpack
-from meshloom.random import seed_everything
 from tests.families import FAMILIES
 from tests.families.limits import NOT_EXPORTED
 

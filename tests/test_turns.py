@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshloom.comm.turns import Steps, Turns, advance_one, run_in_steps
-from meshloom.errors import CollectiveError
+from meshloom.core.errors import CollectiveError
 
 
 def recorder(log: list[str], name: str, num_yields: int) -> Steps[str]:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.cluster import load
 from meshloom.comm import shm
 from meshloom.launch import cores
+from meshloom.machine.machine import load
 from tests import two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

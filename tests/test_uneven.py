@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshloom.errors import PlanError
-from meshloom.job import Evaluate, Job
-from meshloom.plan import Plan
-from meshloom.random import model_seed, sample_order, seed_everything
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import model_seed, sample_order, seed_everything
 from meshloom.report.progress import QUIET, Listener
 from meshloom.state.map_data import MapReader
 from meshloom.state.tally import Tally

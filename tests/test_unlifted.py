@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import meshloom.graph.division
 import meshloom.graph.loss_programs
 import meshloom.pipeline.staging
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.graph.placement import Part
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates
 from meshloom.graph.shapes import capture_shapes
 from meshloom.graph.unlifted import unlifted
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 

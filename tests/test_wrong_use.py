@@ -13,10 +13,10 @@ from torch import nn
 
 import meshloom as ml
 from meshloom.cli import main
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
+from meshloom.core.mesh import Mesh
+from meshloom.core.plan import Plan
 from meshloom.launch.devices import check_ranks, choose_devices, choose_for_workers
-from meshloom.mesh import Mesh
-from meshloom.plan import Plan
 from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 from meshloom.working import working_alone

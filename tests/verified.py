@@ -7,7 +7,7 @@ import io
 import torch
 from rich.console import Console
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
 from tests.jobs import make_job

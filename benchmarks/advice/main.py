@@ -29,10 +29,10 @@ from jobs import JOBS
 from turns import Run
 
 from meshloom.at_hand import Wish, devices_for
-from meshloom.cluster import load, machine_file
 from meshloom.companions import Companions, advise_beside
+from meshloom.core.plan import Plan
 from meshloom.launch.allocator import keep_freed_memory
-from meshloom.plan import Plan
+from meshloom.machine.machine import load, machine_file
 from meshloom.planner.advise import advise, finalists, recommended
 from meshloom.planner.pricing import Devices, Option
 from meshloom.trials import try_plans

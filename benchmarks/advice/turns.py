@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from meshloom.core.plan import Plan
 from meshloom.launch import run_ranks
-from meshloom.plan import Plan
 
 RANK = Path(__file__).with_name("rank.py")
 STEPS = 8  # at least, and in the first turn

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from meshloom.job import Job
+from meshloom.core.job import Job
 from meshloom.report.progress import QUIET
 from meshloom.trainer import Trainer
 

@@ -28,8 +28,8 @@ import torch
 from torch.utils.data import default_collate
 
 import meshloom as ml
+from meshloom.core.jobfile import load_job
 from meshloom.graph.capture import capture
-from meshloom.jobfile import load_job
 from meshloom.planner.measure import measure_memory
 from meshloom.planner.memory import predict_memory
 from meshloom.report.progress import QUIET

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.simulated import simulated_groups
+from meshloom.core.job import Job
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
@@ -32,7 +33,6 @@ from meshloom.graph.partition import Partition, partition
 from meshloom.graph.pieces import take
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import BUILT_IN
-from meshloom.job import Job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
 import gpt  # pyright: ignore[reportMissingImports]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import meshloom as ml
-from meshloom.jobfile import load_job
+from meshloom.core.jobfile import load_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "02_digits.py"
 SLEEP, MEETING = "LABORATORY_SECONDS_PER_SAMPLE", "LABORATORY_MEETING"  # in the environment

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from meshloom.comm.algorithms import spelled_out
 from meshloom.comm.group import Group
-from meshloom.costs import ALGORITHMS, halving_seconds, ring_seconds, server_seconds, tree_seconds
+from meshloom.core.costs import ALGORITHMS, halving_seconds, ring_seconds, server_seconds, tree_seconds
+from meshloom.core.mesh import Mesh
 from meshloom.launch import open_world
-from meshloom.mesh import Mesh
 
 NUM_BYTES = 25_000_000
 SLOW = ("tree", "halving", "server")  # take several times as long as a ring, and vary less
@@ -42,7 +42,7 @@ def time_exchanges(
 ) -> list[dict[str, Any]]:
     """A record per algorithm, and one per number of servers. hosts: as many as any of the layouts needs.
 
-    algorithms: of meshloom.costs, `gloo` for Gloo's own all-reduce, and `hosts` for what a plan takes by itself where there are two ranks on a host.
+    algorithms: of meshloom.core.costs, `gloo` for Gloo's own all-reduce, and `hosts` for what a plan takes by itself where there are two ranks on a host.
     bytes_per_second: of a link, for the formulas; None: as a message was measured to travel.
     """
     records: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ def time_exchanges(
 
 
 def expected_seconds(algorithm: str, num_bytes: int, num_hosts: int, num_servers: int, latency_seconds: float, bytes_per_second: float) -> float:
-    """By the formulas of R3.3 and of meshloom.costs. Gloo's own all-reduce is a ring; inside a host nothing takes time.
+    """By the formulas of R3.3 and of meshloom.core.costs. Gloo's own all-reduce is a ring; inside a host nothing takes time.
 
     >>> [expected_seconds(name, 100, 4, 0, 0.0, 100.0) for name in ("gloo", "tree", "halving", "hosts")]
     [1.5, 4.0, 1.5, 1.5]

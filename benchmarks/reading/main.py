@@ -26,8 +26,8 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1]))
 from records import write_records
 
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import shares_of

@@ -24,12 +24,12 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "st
 from gpt import loss, make_data, make_model, make_optimizer
 from records import write_records
 
+from meshloom.core.job import Job
 from meshloom.graph.capture import capture_module
 from meshloom.graph.cost import costs
 from meshloom.graph.program import Program
 from meshloom.graph.rates import rates_here
 from meshloom.graph.recompute import recomputed, with_recomputation
-from meshloom.job import Job
 from meshloom.planner.measure import measure_memory
 
 HOW = ("none", "full", "selective")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import meshloom as ml
-from meshloom.jobfile import load_job
+from meshloom.core.jobfile import load_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "02_digits.py"
 SECONDS_PER_SAMPLE = 0.004

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from meshloom.job import Job
+from meshloom.core.job import Job
 
 SECONDS_PER_SAMPLE = 0.002
 TIMES_SLOWER = 3

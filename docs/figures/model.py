@@ -7,7 +7,7 @@ from sketch import EVERYBODY, LINE, NOTHING, QUIET, RANKS, Page
 from torch import Tensor, nn
 
 import meshloom as ml
-from meshloom.mesh import AXES, Mesh, Place
+from meshloom.core.mesh import AXES, Mesh, Place
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.check import most_in_flight
 from meshloom.pipeline.timing import Durations, run_on_paper

@@ -15,11 +15,11 @@ from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.shares import Shares
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.head import first_state
 from meshloom.exchange.elastic.ledger import Ledger
 from meshloom.exchange.elastic.messages import Kind
-from meshloom.job import Job
-from meshloom.plan import Plan
 from meshloom.state.checkpoint import Checkpoint, check_same_data, find, passed_over, save
 from meshloom.state.shards import Shards
 

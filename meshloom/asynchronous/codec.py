@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshloom.asynchronous.greetings import DIGEST_BYTES, Ask, Hello, Tally, Terms, Welcome
 from meshloom.comm.messages import CODES, Described, Header, Limits
-from meshloom.errors import JobError, MessageError
+from meshloom.core.errors import JobError, MessageError
 from meshloom.exchange.elastic.messages import (
     Apply,
     Back,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Slice
-from meshloom.job import Job, NamedParameters
 from meshloom.state.made import make_optimizers
 from meshloom.state.whole import divide
 

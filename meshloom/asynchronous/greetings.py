@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import nn
 
-from meshloom.errors import EndpointError, JobError
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.errors import EndpointError, JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.state.model import facts
 
 DIGEST_BYTES = 32

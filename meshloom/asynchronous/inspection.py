@@ -14,9 +14,9 @@ from meshloom.asynchronous.replica import Computing
 from meshloom.asynchronous.settings import Settings
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import CheckpointError, JobError
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.errors import CheckpointError, JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.state.data import Chunk, build_dataset, evaluation_chunks
 from meshloom.state.run_directory import open_directory
 from meshloom.state.trying import untouched

@@ -9,7 +9,7 @@ from pathlib import Path
 from meshloom.asynchronous.inspection import Inspection
 from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.snapshots import read_snapshot
-from meshloom.job import Job
+from meshloom.core.job import Job
 
 
 class Look(threading.Thread):

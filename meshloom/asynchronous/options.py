@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from meshloom.asynchronous.settings import DEFAULT_LISTEN, DEFAULT_SNAPSHOT_EVERY, Settings
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
-from meshloom.job import Job
-from meshloom.plan import Plan
 
 _OF_A_RUN = ("steps", "out", "resume", "overwrite", "snapshot_every", "listen", "json", "step_seconds", "latency_seconds", "incidents")
 _OF_ASYNC = ("snapshot_every", "listen", "step_seconds", "latency_seconds", "incidents")

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshloom.comm.connections import Connections
 from meshloom.comm.endpoint import Endpoint
 from meshloom.comm.messages import Header
-from meshloom.errors import MessageError, PeerLostError
+from meshloom.core.errors import MessageError, PeerLostError
 
 MOST_WAITING = 10_000  # of what the head says to a server
 

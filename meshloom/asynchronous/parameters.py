@@ -18,8 +18,8 @@ from meshloom.asynchronous.division import divide_over_servers
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import run_in_steps
+from meshloom.core.job import Job
 from meshloom.exchange.exchange import Slice
-from meshloom.job import Job
 from meshloom.state.checkpoint import Piece
 from meshloom.state.made import make_optimizers
 from meshloom.state.model import build_model

@@ -14,15 +14,15 @@ from meshloom.asynchronous.serving import ServerProcess
 from meshloom.asynchronous.settings import Settings, inner_plan
 from meshloom.asynchronous.working import WorkerProcess, ask
 from meshloom.comm.keys import read_worker_key
-from meshloom.errors import PlanError
-from meshloom.job import Job
-from meshloom.jobfile import as_program, load_job
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.jobfile import as_program, load_job
+from meshloom.core.plan import Plan
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.role import Role
 from meshloom.launch.signals import noted_signals
 from meshloom.launch.team import run_team
 from meshloom.launch.telling import tell
-from meshloom.plan import Plan
 
 _FOR_EVER_SECONDS = 1e7  # how long a rank waits for what its worker is given
 

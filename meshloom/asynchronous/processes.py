@@ -30,14 +30,14 @@ from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.settings import Settings, inner_plan
 from meshloom.asynchronous.shares import Shares
 from meshloom.asynchronous.snapshots import due_path
-from meshloom.errors import CheckpointError, PlanError, TrainingError
+from meshloom.core.errors import CheckpointError, PlanError, TrainingError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.elastic.head import Update
-from meshloom.job import Job
 from meshloom.launch.elastic import ElasticProcesses, Program
 from meshloom.launch.failure import EndedError
 from meshloom.launch.signals import noted_signals
-from meshloom.plan import Plan
 from meshloom.report.progress import Listener, Summary
 from meshloom.report.summary import TimeShares
 

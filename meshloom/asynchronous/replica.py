@@ -17,15 +17,15 @@ from torch import Tensor
 from meshloom.asynchronous.division import divide_over_servers, needs_whole
 from meshloom.asynchronous.parameters import changes_of
 from meshloom.comm.turns import run_in_steps
-from meshloom.errors import DataError, TrainingError
+from meshloom.core.errors import DataError, TrainingError
+from meshloom.core.job import Job
+from meshloom.core.loss import as_sum
+from meshloom.core.modes import Modes
+from meshloom.core.plan import Plan
+from meshloom.core.random import KeyedDraws, chunk_seed, seed_everything
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.elastic.worker import Computed
 from meshloom.exchange.exchange import Slice
-from meshloom.job import Job
-from meshloom.loss import as_sum
-from meshloom.modes import Modes
-from meshloom.plan import Plan
-from meshloom.random import KeyedDraws, chunk_seed, seed_everything
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.clipping import sum_of_squares
 from meshloom.state.data import Chunk, to_device

@@ -16,8 +16,8 @@ from meshloom.asynchronous.greetings import Tally
 from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.snapshots import due_path, snapshot_name
 from meshloom.comm.endpoint import Refused
+from meshloom.core.job import Job
 from meshloom.exchange.elastic.head import Expelled, Head, Restored, Snapshot, Update
-from meshloom.job import Job
 from meshloom.launch.world import peak_memory_bytes
 
 Tell = Callable[[Mapping[str, object]], object]

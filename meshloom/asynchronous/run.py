@@ -21,15 +21,15 @@ from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.settings import Settings, inner_plan
 from meshloom.asynchronous.shares import Shares
 from meshloom.asynchronous.team import TeamReplica
-from meshloom.errors import DeviceError, JobError
+from meshloom.core.errors import DeviceError, JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.head import Expelled, Head, Restored, Snapshot, Update
 from meshloom.exchange.elastic.store import Storage, Store
 from meshloom.exchange.elastic.virtual import Parts, VirtualCluster
 from meshloom.exchange.elastic.worker import Computed, Task
-from meshloom.job import Job
 from meshloom.launch import World
 from meshloom.launch.one_process import world_in_one_process
-from meshloom.plan import Plan
 from meshloom.report.progress import Listener, Summary
 from meshloom.report.summary import TimeShares
 

@@ -32,14 +32,14 @@ from meshloom.comm.connections import Connections
 from meshloom.comm.endpoint import Endpoint
 from meshloom.comm.keys import read_server_key, read_worker_key
 from meshloom.comm.sockets import Joined, Lost, Message, Patience
-from meshloom.errors import JobError, MessageError
+from meshloom.core.errors import JobError, MessageError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.head import STARTS, Head
 from meshloom.exchange.elastic.messages import HEAD, Address, Back, Broken, Join, Kept, Leave, Part, Push, Sent, Staged
 from meshloom.exchange.elastic.store import Storage, Store
-from meshloom.job import Job
 from meshloom.launch.elastic import HEAD_KEYS, SERVER_KEY
 from meshloom.launch.role import Role
-from meshloom.plan import Plan
 
 _LOOK_SECONDS = 0.1  # between looks at signals
 MOST_FOR_WORKERS = 100  # messages that wait for one: it is sent one share at a time, and hears little else

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.elastic.head import Rules
-from meshloom.job import Job
-from meshloom.plan import Plan
 
 DEFAULT_SNAPSHOT_EVERY = 100
 DEFAULT_LISTEN = "127.0.0.1:0"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.errors import JobError
-from meshloom.job import Job
-from meshloom.plan import Plan
-from meshloom.random import preserved_draws
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import preserved_draws
 from meshloom.state.chunks import Chunk, Cut, cut_batch, share_of
 from meshloom.state.data import build_dataset, is_stream
 from meshloom.state.map_data import Batches, ChunkSource, Request

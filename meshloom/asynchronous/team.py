@@ -24,12 +24,12 @@ from meshloom.asynchronous.settings import inner_plan
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps, run_in_steps
 from meshloom.comm.values import scatter_objects
-from meshloom.errors import DataError, JobError, TrainingError
+from meshloom.core.errors import DataError, JobError, TrainingError
+from meshloom.core.job import Job
+from meshloom.core.mesh import Axis
+from meshloom.core.plan import Plan, chunk_sizes
 from meshloom.exchange.elastic.worker import Computed
-from meshloom.job import Job
 from meshloom.launch import World
-from meshloom.mesh import Axis
-from meshloom.plan import Plan, chunk_sizes
 from meshloom.replica import Replica
 from meshloom.report.summary import Traffic
 from meshloom.state.data import Chunk

@@ -17,11 +17,11 @@ from meshloom.asynchronous.shares import Shares
 from meshloom.comm.connections import Connections
 from meshloom.comm.keys import WorkerKey
 from meshloom.comm.sockets import Joined, Lost, Message
-from meshloom.errors import MessageError, PeerLostError
+from meshloom.core.errors import MessageError, PeerLostError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.messages import Sent
 from meshloom.exchange.elastic.worker import Worker
-from meshloom.job import Job
-from meshloom.plan import Plan
 
 _LOOK_SECONDS = 0.1  # between looks at signals
 _LINGER_SECONDS = 10.0  # for the last push, when a worker goes

@@ -28,8 +28,8 @@ from meshloom.comm.ring import all_gather as ring_all_gather
 from meshloom.comm.ring import ring, scatter_reduce
 from meshloom.comm.simulated import SimulatedGroup
 from meshloom.comm.tree import tree, tree_broadcast
-from meshloom.costs import ALGORITHMS
-from meshloom.errors import CollectiveError
+from meshloom.core.costs import ALGORITHMS
+from meshloom.core.errors import CollectiveError
 
 _END_SECONDS = 5.0  # that the thread is given to end
 _KEPT = 256  # lists of moves: a training job has as many as buckets

@@ -23,7 +23,7 @@ from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.mean import divide
 from meshloom.comm.notes import Notes
-from meshloom.errors import ABORTED, CollectiveError, PeerLostError
+from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")

@@ -26,7 +26,7 @@ from meshloom.comm.keys import WorkerKey
 from meshloom.comm.line import Line
 from meshloom.comm.messages import Header, Limits, write_frames
 from meshloom.comm.sockets import Event, Patience, Sending, locate
-from meshloom.errors import PeerLostError
+from meshloom.core.errors import PeerLostError
 
 
 class Connections:

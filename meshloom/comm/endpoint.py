@@ -26,7 +26,7 @@ from zmq.utils import z85
 from meshloom.comm.keys import ServerKey
 from meshloom.comm.messages import Header, Limits, read_frames, write_frames
 from meshloom.comm.sockets import Event, Joined, Lost, Message, Patience, Sending, Watch, locate, open_socket, receive, send
-from meshloom.errors import EndpointError, MessageError, PeerLostError
+from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _MOST_AT_ONCE = 16  # messages of one poll
 _LAST_WORDS_SECONDS = 1.0  # how long the messages of a peer that has gone may take to be read, where others keep coming

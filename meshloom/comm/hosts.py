@@ -25,7 +25,7 @@ from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.mean import divide
 from meshloom.comm.patience import BackgroundWork, Patience
 from meshloom.comm.phases import PhasedLine, Phases
-from meshloom.errors import CollectiveError
+from meshloom.core.errors import CollectiveError
 
 _END_SECONDS = 5.0  # that threads are given to end
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from meshloom.errors import EndpointError
+from meshloom.core.errors import EndpointError
 
 _MOST_BYTES = 4096
 

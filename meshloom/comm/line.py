@@ -16,7 +16,7 @@ import zmq
 from meshloom.comm.keys import WorkerKey
 from meshloom.comm.messages import Buffer, Limits, read_frames
 from meshloom.comm.sockets import HANDSHAKE_SECONDS, Event, Joined, Lost, Message, Patience, Sending, Watch, locate, open_socket, receive, send
-from meshloom.errors import EndpointError, MessageError, PeerLostError
+from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _RETRY_SECONDS = 0.2
 _MOST_AT_ONCE = 16  # messages in one look

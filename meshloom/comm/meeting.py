@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshloom.comm.segments import Anonymous, Files, Named, map_file
 from meshloom.comm.signed_store import SignedStore
-from meshloom.errors import CollectiveError, PeerLostError
+from meshloom.core.errors import CollectiveError, PeerLostError
 
 _NO_SPACE = os.strerror(errno.ENOMEM)
 

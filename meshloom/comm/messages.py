@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from meshloom.errors import MessageError
+from meshloom.core.errors import MessageError
 
 MAGIC = b"MLM\n"
 FORMAT = 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshloom.errors import CollectiveError, PeerLostError
+from meshloom.core.errors import CollectiveError, PeerLostError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # containers of one host have names of their own, but were booted together
 

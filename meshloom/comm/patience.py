@@ -9,7 +9,7 @@ from typing import Any
 
 from meshloom.comm.activity import Activity
 from meshloom.comm.group import Work
-from meshloom.errors import CollectiveError, PeerLostError
+from meshloom.core.errors import CollectiveError, PeerLostError
 
 _GLANCE_SECONDS = 1.0  # after which a waiting rank looks for one that left
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.mesh import Axis
+from meshloom.core.mesh import Axis
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
-from meshloom.mesh import Axis, Place
+from meshloom.core.mesh import Axis, Place
 
 
 class Seat(Protocol):

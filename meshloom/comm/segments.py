@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshloom.errors import CollectiveError
+from meshloom.core.errors import CollectiveError
 
 PAGE = mmap.PAGESIZE
 _NAME = "meshloom"  # of files without one, where the system shows them

@@ -40,14 +40,14 @@ from meshloom.comm.calls import (
     describe,
 )  # fmt: skip
 from meshloom.comm.contiguous import one_after_another, to_read, to_write
-from meshloom.comm.cores import cores
 from meshloom.comm.group import Group, Work
 from meshloom.comm.meeting import Meeting
 from meshloom.comm.peers import Peers
 from meshloom.comm.segments import Files, free_bytes, too_little
 from meshloom.comm.shm_failures import Failures
 from meshloom.comm.shm_window import Window, share_memory
-from meshloom.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
+from meshloom.core.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
+from meshloom.machine.cores import cores
 
 if TYPE_CHECKING:
     from meshloom.comm._engine import Handle

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshloom.comm.calls import ABORTED, MISMATCH, OUTSIDE, call_of, tensor_of
-from meshloom.errors import ABORTED as HAS_ABORTED
-from meshloom.errors import CollectiveError, MeshloomError, PeerLostError
+from meshloom.core.errors import ABORTED as HAS_ABORTED
+from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
 
 if TYPE_CHECKING:
     from meshloom.comm._engine import Handle

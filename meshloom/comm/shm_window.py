@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.segments import Files, map_file, too_little
-from meshloom.errors import CollectiveError, MeshloomError
+from meshloom.core.errors import CollectiveError, MeshloomError
 
 
 class Window:

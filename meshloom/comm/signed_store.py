@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from meshloom.errors import CollectiveError
+from meshloom.core.errors import CollectiveError
 
 _TAG = hashlib.sha256().digest_size * 2  # characters
 

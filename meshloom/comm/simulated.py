@@ -17,7 +17,7 @@ from torch import Tensor
 from meshloom.comm.carrying import Waits
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.turns import Turns
-from meshloom.errors import CollectiveError, PeerLostError
+from meshloom.core.errors import CollectiveError, PeerLostError
 
 
 def simulated_groups(size: int, turns: Turns | None = None) -> list[SimulatedGroup]:

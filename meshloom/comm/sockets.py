@@ -18,7 +18,7 @@ from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
 from meshloom.comm.messages import Buffer, Header, Limits
-from meshloom.errors import EndpointError
+from meshloom.core.errors import EndpointError
 
 _ENVELOPE_BYTES = 256  # what CURVE adds to a frame, and more
 _HANDSHAKE_BYTES = 4096

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshloom.comm.shm import why_not
 from meshloom.comm.torch_group import ShmProcessGroup
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
 
 __all__ = ["ShmProcessGroup"]
 

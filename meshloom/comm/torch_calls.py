@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshloom.comm.calls import Op
 from meshloom.comm.torch_work import TransportError
-from meshloom.errors import MeshloomError
+from meshloom.core.errors import MeshloomError
 
 _Kind: Any = dist.ReduceOp.RedOpType
 

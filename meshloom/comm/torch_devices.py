@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
 
 _c10d: Any = dist.distributed_c10d
 

@@ -22,7 +22,7 @@ from meshloom.comm.stand_ins import StandIns
 from meshloom.comm.torch_calls import collective, op_of, scaled
 from meshloom.comm.torch_devices import OtherBackends
 from meshloom.comm.torch_work import Completer, ShmReceived, ShmWork
-from meshloom.errors import CollectiveError
+from meshloom.core.errors import CollectiveError
 
 _ProcessGroup: Any = dist.ProcessGroup
 _options: Any = importlib.import_module("torch._C._distributed_c10d")

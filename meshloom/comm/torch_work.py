@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from meshloom.comm.group import Work
 from meshloom.comm.stand_ins import StandIns
-from meshloom.errors import MeshloomError
+from meshloom.core.errors import MeshloomError
 
 _DistWork: Any = dist.Work
 _NO_LIMIT = timedelta(0)  # how C++ says that a wait has none of its own

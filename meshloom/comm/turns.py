@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
-from meshloom.errors import CollectiveError
-from meshloom.random import preserved_draws
+from meshloom.core.errors import CollectiveError
+from meshloom.core.random import preserved_draws
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.errors import CollectiveError, DataError, MeshloomError
+from meshloom.core.errors import CollectiveError, DataError, MeshloomError
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from meshloom.at_hand import Wish, devices_for
 from meshloom.commands.plans import LOG_WIDTH
 from meshloom.companions import advise_beside
-from meshloom.errors import PlanError
-from meshloom.job import Job
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan, num_bytes_of
 from meshloom.launch import check_ranks
-from meshloom.plan import Plan, num_bytes_of
 from meshloom.planner.advise import finalists, tried
 from meshloom.planner.rehearse import check_plan
 from meshloom.report.advice import advice_records, print_advice

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from meshloom.cache import Cache
-from meshloom.cluster import load, machine_file
 from meshloom.commands.plans import LOG_WIDTH, plan_of
+from meshloom.core.cache import Cache
+from meshloom.core.job import Job
 from meshloom.graph.chosen import text_of
-from meshloom.job import Job
 from meshloom.launch import cache_directory, check_ranks
+from meshloom.machine.machine import load, machine_file
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import has_shares, shares_of

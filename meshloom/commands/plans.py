@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from meshloom.core.plan import Plan, num_bytes_of
 from meshloom.launch import default_ranks
-from meshloom.plan import Plan, num_bytes_of
 
 LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
 

@@ -10,15 +10,15 @@ from rich.console import Console
 
 from meshloom.asynchronous.options import circumstances_of, settings_of
 from meshloom.commands.plans import plan_of
-from meshloom.job import Job
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
 from meshloom.launch import choose_for_workers, is_rank
-from meshloom.plan import Plan
 from meshloom.planner.staged import stage_plan
 from meshloom.report.progress import Listener
 from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary
 from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal
-from meshloom.timings import Timings
 from meshloom.trainer import Trainer
 
 

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from meshloom.commands.plans import plan_of
-from meshloom.job import Job
+from meshloom.core.job import Job
 from meshloom.report.records import Records
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify

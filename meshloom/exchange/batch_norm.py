@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.comm.group import Group
-from meshloom.errors import JobError, TrainingError
+from meshloom.core.errors import JobError, TrainingError
 
 
 @contextmanager

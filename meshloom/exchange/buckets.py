@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.windows import Extent, separate
-from meshloom.errors import TrainingError
+from meshloom.core.errors import TrainingError
 from meshloom.graph.landing import Room
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first bucket leaves early

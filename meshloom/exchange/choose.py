@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from meshloom.comm.group import Group
+from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.bf16 import BF16
@@ -17,7 +18,6 @@ from meshloom.exchange.powersgd import PowerSGD
 from meshloom.exchange.reduction import Reduction
 from meshloom.exchange.server import Server
 from meshloom.exchange.topk import TopK
-from meshloom.plan import Plan
 
 
 def exchange_by_name(plan: Plan, named: Sequence[tuple[str, nn.Parameter]], group: Group, *, apart: Collection[str] = ()) -> Exchange | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
-from meshloom.errors import TrainingError
+from meshloom.core.errors import TrainingError
 from meshloom.exchange.buckets import Bucket
 from meshloom.exchange.copies import Copies, extent_of
 

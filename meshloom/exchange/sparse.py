@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.turns import Steps
-from meshloom.errors import TrainingError
+from meshloom.core.errors import TrainingError
 from meshloom.exchange.exchange import Exchange, Give, Slice
 
 NOT_USED = -1

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_arg
 
 from meshloom.comm.group import Group
+from meshloom.core.random import seed_torch
 from meshloom.graph.contexts import Entered
 from meshloom.graph.draws import seed_of_draw
 from meshloom.graph.frame import Frame, Handle, open_saved
@@ -30,7 +31,6 @@ from meshloom.graph.nodes import Ref
 from meshloom.graph.recipe import Recipe, Save, make_recipe, saves_of
 from meshloom.graph.runner import Listing, Runner, Special, compile_program, contexts_of, lifted, lower, used_variables
 from meshloom.graph.segments import Segment, segments_of
-from meshloom.random import seed_torch
 
 _torch: Any = torch  # for modules that are looked up by the kind of device
 

@@ -20,14 +20,14 @@ import torch
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, share, share_bytes
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job
 from meshloom.graph.batch_values import fits
 from meshloom.graph.forms import Form, UnlikeError, alike, fitted
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.program import Program
 from meshloom.graph.symbolic import Dim, NotTracedError, Sizes, Trace, sizes_of, trace
 from meshloom.graph.transfer import pack, unpack
-from meshloom.job import Job
 
 MOST_TRIES = 4  # to prove that a loss is indifferent, before its shapes are read as they come
 _STEPS = (3, 5, 7, 11, 13, 17, 2, 1, -1, -3, -5, -7, -11, -2)  # from sizes that were seen to one that was not

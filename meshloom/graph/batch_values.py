@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.leaves import Leaves
 from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.nodes import Input

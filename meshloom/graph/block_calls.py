@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.nodes import Node
 
 

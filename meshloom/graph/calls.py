@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshloom.random import KeyedDraws, pass_over_draws
+from meshloom.core.random import KeyedDraws, pass_over_draws
 
 
 def out_of_place(op: Callable[..., Any], value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

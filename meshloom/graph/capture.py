@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job, LossFunction
 from meshloom.graph.batch_values import read_values
 from meshloom.graph.build import build
 from meshloom.graph.export import Exported, context_of
@@ -20,7 +21,6 @@ from meshloom.graph.precision import build_model, in_precision
 from meshloom.graph.program import Program
 from meshloom.graph.reading import check_tensors, device_of, folded, one_thread, read_once, read_twice, reading
 from meshloom.graph.sparse_constants import strides_of
-from meshloom.job import Job, LossFunction
 
 
 def capture(

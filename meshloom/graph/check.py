@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job, LossFunction
+from meshloom.core.random import KeyedDraws, derive, preserved_draws, seed_everything
 from meshloom.graph.attributes import plain_values, whole_attributes
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.lines import WAY_OUT
@@ -20,8 +22,6 @@ from meshloom.graph.precision import build_model, default_precision, in_precisio
 from meshloom.graph.program import Program
 from meshloom.graph.reading import one_thread
 from meshloom.graph.sketch import Sketch, sketch
-from meshloom.job import Job, LossFunction
-from meshloom.random import KeyedDraws, derive, preserved_draws, seed_everything
 
 # The same operators run in the same order; where gradients of one tensor meet, their sum may have another order.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

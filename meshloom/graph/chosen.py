@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshloom.graph.amounts import amount
+from meshloom.core.units import amount
 from meshloom.graph.choose import Choice
 from meshloom.graph.cost import Cost
 from meshloom.graph.cuts import candidates

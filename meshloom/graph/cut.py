@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshloom.errors import PlanError
-from meshloom.graph.amounts import amount
+from meshloom.core.errors import PlanError
+from meshloom.core.units import amount
 from meshloom.graph.best_cuts import Limits, best_cuts, rank_bytes, refined
 from meshloom.graph.cost import Cost, Kept
 from meshloom.graph.intervals import Intervals, StageCost

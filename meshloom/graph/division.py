@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first, share
-from meshloom.errors import CaptureError, PlanError
+from meshloom.core.errors import CaptureError, PlanError
+from meshloom.core.timings import Timings
 from meshloom.graph.choose import (
     Choice,
     Held,
@@ -32,7 +33,6 @@ from meshloom.graph.program import Program
 from meshloom.graph.rules.table import rules_with
 from meshloom.graph.stored import Stored
 from meshloom.graph.stored_choices import divided_before
-from meshloom.timings import Timings
 
 
 class Division:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.random import derive
+from meshloom.core.random import derive
 
 
 def seed_of_draw(chunk_seed: int, number: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.calls import out_of_place
 from meshloom.graph.contexts import Autocast, Context
 from meshloom.graph.lines import WAY_OUT, Line, describe_line

@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.attributes import Changed, changed_attributes, plain_attributes, plain_values, whole_attributes
 from meshloom.graph.block_calls import NotAlikeError
 from meshloom.graph.contexts import Autocast, Context

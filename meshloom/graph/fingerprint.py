@@ -37,13 +37,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from meshloom.cache import digest_of
+from meshloom.core.cache import digest_of
+from meshloom.core.job import LossFunction
 from meshloom.graph.attributes import TORCHS_OWN
 from meshloom.graph.leaves import Leaves
 from meshloom.graph.lines import is_users
 from meshloom.graph.outside import Reads, reads_of
 from meshloom.graph.sparse_constants import dense_parts
-from meshloom.job import LossFunction
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 
 
 class Frame:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.lines import WAY_OUT, Line, describe_line, is_users, line_of_frame
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.block_calls import ALIKE, ALIKE_SEVERAL, LEAVE, like
 from meshloom.graph.contexts import Context, Entered
 from meshloom.graph.draws import CountDraws

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._functorch import eager_transforms, vmap
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.lines import WAY_OUT, Place, place_here
 
 _torch: Any = torch  # for what torch keeps to itself

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
+from meshloom.core.random import seed_torch
 from meshloom.graph.batch_values import tensor_of
 from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
 from meshloom.graph.collectives import Joint
@@ -20,7 +21,6 @@ from meshloom.graph.leaves import leaves_of
 from meshloom.graph.nodes import Node, Ref, last_uses
 from meshloom.graph.program import Program
 from meshloom.graph.runner import lifted
-from meshloom.random import seed_torch
 
 State = Mapping[str, Tensor]
 

@@ -12,7 +12,9 @@ from torch import nn
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import on_first, share
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job, LossFunction
+from meshloom.core.timings import Timings
 from meshloom.graph.any_size import AnySize
 from meshloom.graph.batch_values import fits
 from meshloom.graph.division import Division
@@ -26,8 +28,6 @@ from meshloom.graph.program import Program
 from meshloom.graph.programs import Programs
 from meshloom.graph.stored import Stored
 from meshloom.graph.unlifted import unlifted
-from meshloom.job import Job, LossFunction
-from meshloom.timings import Timings
 
 # Of a batch's tensors, by name; and what else it holds that programs are for, by name.
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype] | tuple[str, str | None], ...]

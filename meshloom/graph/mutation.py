@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.block_calls import ENTER, LEAVE
 from meshloom.graph.calls import out_of_place
 from meshloom.graph.export import META, Exported, describe_place

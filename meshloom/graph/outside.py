@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
-from meshloom.errors import CaptureError, TrainingError
+from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.graph.lines import WAY_OUT, is_users
 
 MOST = 64  # entries of a container that are looked at

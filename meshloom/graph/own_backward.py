@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.lines import WAY_OUT, Place
 
 MOST_TRIED = 65536  # elements: a function that changes one number in ten thousand is found out

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 from meshloom.graph.cuts import Numbers
 from meshloom.graph.layout import Layout
 from meshloom.graph.lines import describe_line

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshloom.compiled import named_as_written, without_compilation
-from meshloom.errors import JobError
+from meshloom.core.compiled import named_as_written, without_compilation
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.modes import as_trained
+from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.graph.leaves import leaves_of
-from meshloom.job import Job
-from meshloom.modes import as_trained
-from meshloom.random import model_seed, preserved_draws, seed_everything
 
 
 def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: Any = None) -> nn.Module:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from meshloom.errors import PlanError
-from meshloom.graph.amounts import amount
+from meshloom.core.errors import PlanError
+from meshloom.core.units import amount
 from meshloom.graph.axes import Axis
 from meshloom.graph.change import Change
 from meshloom.graph.cheapest import cheapest

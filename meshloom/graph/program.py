@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from meshloom.comm.group import Group
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.again import RunnerAgain
 from meshloom.graph.batch_values import fits, tensor_of
 from meshloom.graph.leaves import Leaves, leaves_of

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from meshloom.comm.cores import cores
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, share, share_bytes
-from meshloom.errors import CaptureError, MeshloomError
+from meshloom.core.errors import CaptureError, MeshloomError
+from meshloom.core.job import Job
+from meshloom.core.timings import Timings
 from meshloom.graph.any_size import AnySize, Proofs
 from meshloom.graph.batch_values import fits, refused_value, takes_numbers, with_other_numbers
 from meshloom.graph.capture import capture, capture_module
@@ -30,8 +31,7 @@ from meshloom.graph.resized import resized
 from meshloom.graph.smaller import Smaller, is_large, smaller
 from meshloom.graph.stored import Entry, Stored
 from meshloom.graph.transfer import pack, unpack
-from meshloom.job import Job
-from meshloom.timings import Timings
+from meshloom.machine.cores import cores
 
 T = TypeVar("T")
 Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]  # training, and each tensor's name, shape and dtype

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from meshloom.cluster import Machine, collective_seconds, this_machine
 from meshloom.graph.cost import Cost
 from meshloom.graph.payload import Collective
+from meshloom.machine.machine import Machine, collective_seconds, this_machine
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _MANY = 2.0**26  # bytes, for the slope of a line

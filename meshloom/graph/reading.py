@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import LossFunction
+from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.graph.attributes import Changed
 from meshloom.graph.block_calls import NotAlikeError
 from meshloom.graph.export import Exported, export
@@ -19,8 +21,6 @@ from meshloom.graph.frozen import check_draws, line_that_changes
 from meshloom.graph.leaves import Leaves
 from meshloom.graph.lines import WAY_OUT
 from meshloom.graph.precision import default_precision
-from meshloom.job import LossFunction
-from meshloom.random import derive, preserved_draws, seed_everything
 
 T = TypeVar("T")
 _NUMBERS = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)

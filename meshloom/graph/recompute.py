@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.keep import Candidate, cheapest_kept
 from meshloom.graph.nodes import Node

@@ -12,13 +12,13 @@ from typing import Any
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job
 from meshloom.graph.forms import alike
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.program import Program
 from meshloom.graph.reading import reading
 from meshloom.graph.shapes import fake_of, model_by_shapes, moved_to, on_cpu
-from meshloom.job import Job
 
 Capture = Callable[[nn.Module, tuple[Any, Any]], Program]
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
 from meshloom.comm.group import Group
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
 from meshloom.graph.collectives import Joint
 from meshloom.graph.contexts import Entered

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from meshloom.cluster import COUNTED_IN_FLOPS, Kind, Machine, operator_seconds
 from meshloom.graph.cost import Cost
 from meshloom.graph.nodes import Node
 from meshloom.graph.program import Program
+from meshloom.machine.machine import COUNTED_IN_FLOPS, Kind, Machine, operator_seconds
 
 # Operators by the first part of their name; what is in no list and has FLOPs is a matrix product, and what has none is elementwise.
 _NAMES: Mapping[Kind, frozenset[str]] = {

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshloom.errors import CaptureError, MeshloomError
+from meshloom.core.errors import CaptureError, MeshloomError
+from meshloom.core.job import Job
 from meshloom.graph.build import build
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.lines import describe_line, line_of_error
@@ -29,7 +30,6 @@ from meshloom.graph.precision import build_model
 from meshloom.graph.program import Program
 from meshloom.graph.reading import check_tensors, device_of, folded, read_once, reading
 from meshloom.graph.sparse_constants import empty_like
-from meshloom.job import Job
 
 SMALL = 4096  # elements
 Built = tuple[nn.Module, FakeTensorMode]

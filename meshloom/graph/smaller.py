@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.core.job import Job
 from meshloom.graph.any_size import sizes_of_batch
 from meshloom.graph.forms import same_but_for
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.program import Program
 from meshloom.graph.symbolic import Dim, NotTracedError, Sizes, trace, value_of
-from meshloom.job import Job
 
 WORTH = 2**24  # elements of all values of a program: with fewer, comparing it as it is takes no longer than this
 SMALLEST = 32  # what a dim is made at least

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.calls import skip_draws
 from meshloom.graph.nodes import Input, Meta, Node, Ref, lists_in, refs_in
 from meshloom.graph.program import Program

@@ -10,8 +10,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshloom.cache import Cache, Found, digest_of
-from meshloom.errors import CaptureError
+from meshloom.core.cache import Cache, Found, digest_of
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import LossFunction
+from meshloom.core.timings import Timings
+from meshloom.core.typed_json import plain, typed
 from meshloom.graph.batch_values import fits
 from meshloom.graph.fingerprint import UnknownError, parts_of_reading, versions
 from meshloom.graph.leaves import Leaves
@@ -19,9 +22,6 @@ from meshloom.graph.nodes import Variable
 from meshloom.graph.program import Program
 from meshloom.graph.smaller import Smaller
 from meshloom.graph.transfer import pack, unpack
-from meshloom.job import LossFunction
-from meshloom.timings import Timings
-from meshloom.typed_json import plain, typed
 
 T = TypeVar("T")
 

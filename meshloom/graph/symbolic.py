@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshloom.core.job import Job
 from meshloom.graph.batch_values import stand_ins
 from meshloom.graph.leaves import Leaves
 from meshloom.graph.program import Program
 from meshloom.graph.reading import reading
 from meshloom.graph.shapes import model_by_shapes, on_cpu
-from meshloom.job import Job
 
 Dim = tuple[str, int]  # a tensor of the batch, and which of its dims
 Expression = Any  # a number, ["size", tensor, dim], or [operator, operands...]: what JSON can say

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.contexts import Context
 from meshloom.graph.encoding import (
     decoded,

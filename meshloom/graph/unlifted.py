@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from meshloom.core.job import Job
 from meshloom.graph.batch_values import takes_numbers
 from meshloom.graph.capture import capture
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import capture_shapes
-from meshloom.job import Job
 
 
 def unlifted(program: Program, job: Job, batch: Any, dtypes: Mapping[str, torch.dtype]) -> Program | None:

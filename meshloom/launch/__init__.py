@@ -27,7 +27,6 @@ ranks of a worker that is several; role.py is what each is told.
 
 from __future__ import annotations
 
-from meshloom.comm.cores import cores
 from meshloom.launch.devices import DEVICES, Kind, check_ranks, choose_devices, choose_for_workers, default_ranks
 from meshloom.launch.environment import cache_directory, is_first_rank, is_rank, launched_plan, launched_role, launching_seconds
 from meshloom.launch.failure import leave, report_failure, report_stop
@@ -36,6 +35,7 @@ from meshloom.launch.opening import check_timeout, open_world
 from meshloom.launch.signals import StopRequests
 from meshloom.launch.telling import tell
 from meshloom.launch.world import LocalRank, World
+from meshloom.machine.cores import cores
 
 __all__ = [
     "DEVICES",

@@ -14,9 +14,9 @@ from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.group import Group
 from meshloom.comm.hosts import HostsGroup, HostsParts
 from meshloom.comm.shm import ShmGroup
+from meshloom.core.mesh import Mesh
 from meshloom.launch.transport import Hosts, Transports
 from meshloom.launch.wording import rank_name
-from meshloom.mesh import Mesh
 
 
 class Connections:

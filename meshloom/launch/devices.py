@@ -6,11 +6,11 @@ from typing import Literal
 
 import torch
 
-from meshloom.comm.cores import cores
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
+from meshloom.core.mesh import Mesh
 from meshloom.launch.environment import current_seat, threads_per_rank
 from meshloom.launch.wording import counted, visible_gpus
-from meshloom.mesh import Mesh
+from meshloom.machine.cores import cores
 
 Kind = Literal["cuda", "cpu", "simulated"]
 PROCESSES_PER_CORE = 8  # each has Python and torch, 0.3 GiB and seconds of a core to start; more only wait for each other

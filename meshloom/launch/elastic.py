@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 
 from meshloom.comm.keys import make_keys, write_key
 from meshloom.comm.sockets import locate
-from meshloom.errors import EndpointError
+from meshloom.core.errors import EndpointError
 from meshloom.launch.children import Children
 from meshloom.launch.environment import role_environment
 from meshloom.launch.failure import EndedError

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshloom.comm.cores import cores
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
 from meshloom.launch.role import Role
+from meshloom.machine.cores import cores
 
 SCRATCH = "MESHLOOM_SCRATCH"  # see `scratch_directory`
 LEAST_SECRET = 16  # characters of MESHLOOM_SECRET

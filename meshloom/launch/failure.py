@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from meshloom.errors import DataError, DeviceError, MeshloomError, PeerLostError
+from meshloom.core.errors import DataError, DeviceError, MeshloomError, PeerLostError
+from meshloom.core.mesh import Mesh
+from meshloom.core.plan import Plan
 from meshloom.launch.environment import current_seat, launched_plan, wants_full_traceback
 from meshloom.launch.telling import tell
 from meshloom.launch.wording import capital, rank_name
-from meshloom.mesh import Mesh
-from meshloom.plan import Plan
 
 
 def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshloom.comm.activity import Snapshot
+from meshloom.core.mesh import Mesh
 from meshloom.launch.wording import capital, rank_name
-from meshloom.mesh import Mesh
 
 DEFAULT_SECONDS = 7.0
 LOOK_SECONDS = 0.25  # between looks

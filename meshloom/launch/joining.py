@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from meshloom.comm.activity import PAGE_BYTES, Activity, is_page
-from meshloom.comm.cores import cores
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.shm import why_not
 from meshloom.comm.signed_store import SignedStore
 from meshloom.comm.turns import Turns
-from meshloom.errors import DeviceError, PeerLostError
+from meshloom.core.errors import DeviceError, PeerLostError
+from meshloom.core.mesh import Mesh
 from meshloom.launch.connecting import Connections
 from meshloom.launch.devices import Kind
 from meshloom.launch.environment import (
@@ -40,7 +40,7 @@ from meshloom.launch.telling import STACK_SIGNAL, tell
 from meshloom.launch.transport import agreed_transports
 from meshloom.launch.wording import counted, rank_name, used_axes, visible_gpus
 from meshloom.launch.world import LocalRank, World
-from meshloom.mesh import Mesh
+from meshloom.machine.cores import cores
 
 FAREWELL_SECONDS = 5.0  # how long a rank that is done waits for the others before its connections close
 

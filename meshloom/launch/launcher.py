@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshloom.errors import ABORTED
+from meshloom.core.errors import ABORTED
+from meshloom.core.mesh import Mesh
 from meshloom.launch.children import Children, open_store
 from meshloom.launch.environment import SCRATCH, rank_environment
 from meshloom.launch.guard import Guard
@@ -19,7 +20,6 @@ from meshloom.launch.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWatch, proce
 from meshloom.launch.rank_process import RankProcess
 from meshloom.launch.signals import ONE_REQUEST_SECONDS, noted_signals
 from meshloom.launch.wording import capital, rank_name
-from meshloom.mesh import Mesh
 
 CAUSE_SECONDS = 1.5  # how long the launcher waits for the cause, once a rank has reported that another one is gone
 STACK_SECONDS = 0.5  # that a rank which hangs is given to print where

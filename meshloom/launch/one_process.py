@@ -9,11 +9,11 @@ from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Turns
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
+from meshloom.core.mesh import Axis, Mesh
 from meshloom.launch.devices import Kind
 from meshloom.launch.wording import counted, rank_name, used_axes, visible_gpus
 from meshloom.launch.world import LocalRank, World
-from meshloom.mesh import Axis, Mesh
 
 
 def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "") -> World:

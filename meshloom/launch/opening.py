@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from meshloom.errors import DeviceError, PlanError
+from meshloom.core.errors import DeviceError, PlanError
+from meshloom.core.mesh import Mesh
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.devices import check_devices, check_ranks
 from meshloom.launch.environment import current_seat
@@ -13,7 +14,6 @@ from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.transport import check_transport
 from meshloom.launch.wording import counted, sizes
 from meshloom.launch.world import World
-from meshloom.mesh import Mesh
 
 MOST_SECONDS = 1e7  # a timeout: 115 days
 

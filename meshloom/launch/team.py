@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 
+from meshloom.core.mesh import Mesh
 from meshloom.launch.children import Children, open_store
 from meshloom.launch.environment import rank_environment, with_role
 from meshloom.launch.failure import EndedError
@@ -23,7 +24,6 @@ from meshloom.launch.rank_process import RankProcess
 from meshloom.launch.role import Role
 from meshloom.launch.telling import tell
 from meshloom.launch.wording import rank_name
-from meshloom.mesh import Mesh
 
 
 def run_team(command: Sequence[str], role: Role, mesh: Mesh, plan_text: str, signals: Sequence[int]) -> None:

@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from meshloom.comm.signed_store import SignedStore
-from meshloom.errors import DeviceError
+from meshloom.core.errors import DeviceError
+from meshloom.core.mesh import Mesh
 from meshloom.launch.wording import counted, rank_name
-from meshloom.mesh import Mesh
 
 TRANSPORTS = ("auto", "gloo")
 Hosts = tuple[tuple[int, ...], ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshloom.mesh import AXES, Axis, Mesh
+from meshloom.core.mesh import AXES, Axis, Mesh
 
 
 def rank_name(rank: int, mesh: Mesh | None) -> str:

@@ -14,8 +14,8 @@ from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.turns import Turns
+from meshloom.core.mesh import Axis, Mesh, Place
 from meshloom.launch.devices import Kind
-from meshloom.mesh import Axis, Mesh, Place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 from meshloom.pipeline.check import legal_order
 from meshloom.pipeline.greedy import Forwards, build_greedily
 from meshloom.pipeline.schedule import Action, Schedule, folded, looped

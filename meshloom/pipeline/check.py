@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 from meshloom.pipeline.schedule import Action, Kind, Schedule
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.plan import Plan
 from meshloom.graph.cost import Cost, Kept
 from meshloom.graph.cut import CutChoice, choose_cuts, line_of, where_used
 from meshloom.graph.intervals import Intervals
@@ -16,7 +17,6 @@ from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.check import held_by_stage
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.simulate import step_seconds
-from meshloom.plan import Plan
 
 
 def schedule_of(plan: Plan, num_microbatches: int) -> Schedule:

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 from meshloom.pipeline.schedule import Action, Schedule
 from meshloom.pipeline.timing import Durations, run_on_paper
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from meshloom.comm.group import Group
+from meshloom.core.job import LossFunction
+from meshloom.core.mesh import Axis
 from meshloom.graph.landing import Landing
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.loss_programs import Shapes
 from meshloom.graph.newest import Newest
 from meshloom.graph.nodes import Node
 from meshloom.graph.stages import Crossing, Stage
-from meshloom.job import LossFunction
-from meshloom.mesh import Axis
 from meshloom.pipeline.ready import Readiness
 from meshloom.pipeline.run import Both, Listener, PipelineRun
 from meshloom.pipeline.schedule import Action, Schedule

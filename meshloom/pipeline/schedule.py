@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 
 Kind = Literal["F", "B", "I", "W"]
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")

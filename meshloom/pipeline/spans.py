@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from meshloom.errors import ReportError
+from meshloom.core.errors import ReportError
 from meshloom.pipeline.schedule import Action
 from meshloom.pipeline.schedule import Kind as ActionKind
 

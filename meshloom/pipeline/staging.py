@@ -16,7 +16,10 @@ from torch import nn
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first, share
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job, LossFunction
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
 from meshloom.graph.any_size import sizes_of_batch, sizes_of_program
 from meshloom.graph.apart import changes_apart, layers_apart, rows_apart
 from meshloom.graph.collectives import Transition
@@ -36,12 +39,9 @@ from meshloom.graph.stages import Stage, cut_into_stages, users_of
 from meshloom.graph.stored import Stored
 from meshloom.graph.stored_choices import cut_before, kept_before
 from meshloom.graph.symbolic import Sizes
-from meshloom.job import Job, LossFunction
 from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.stage_forms import StageForms
-from meshloom.plan import Plan
-from meshloom.timings import Timings
 
 Key = tuple[LossFunction, bool, Shapes]
 MOST_KEPT = 32  # shapes of batches whose stages are kept after they were made; those of others are made again

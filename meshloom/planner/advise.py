@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from meshloom.errors import CaptureError, MeshloomError, PlanError
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.errors import CaptureError, MeshloomError, PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.planner.amdahl import Work
 from meshloom.planner.candidates import candidates
 from meshloom.planner.memory import Memory

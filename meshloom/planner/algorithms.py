@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshloom.cluster import Machine, collective_seconds
-from meshloom.costs import Choice, choose_algorithm
+from meshloom.core.costs import Choice, choose_algorithm
+from meshloom.machine.machine import Machine, collective_seconds
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20)
 
@@ -23,7 +23,7 @@ class Chosen:
 def chosen_algorithms(machine: Machine, sizes: Sequence[int] = SIZES) -> list[Chosen]:
     """For every number of ranks whose all-reduce was measured: what was measured, and where it was not what the formulas say of the measured messages.
 
-    >>> from meshloom.cluster import example_machine
+    >>> from meshloom.machine.machine import example_machine
     >>> [chosen.choice.reason for chosen in chosen_algorithms(example_machine(), [25 << 20])]
     ['all_reduce: 25 MiB over 2 ranks, 27.2 ms against 28.2 ms (ring), 28.2 ms (halving), 54.4 ms (tree)']
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)

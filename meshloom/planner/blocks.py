@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from meshloom.cluster import Machine
 from meshloom.graph.cost import Cost
 from meshloom.graph.program import Program
 from meshloom.graph.seconds import Seconds, node_seconds
+from meshloom.machine.machine import Machine
 
 _HOLDERS = ("ModuleList", "ModuleDict")  # no forward of their own: what they hold stands in their place
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from meshloom.cluster import Kind, Machine, Operation
-from meshloom.links import Crowd, Link
+from meshloom.machine.links import Crowd, Link
+from meshloom.machine.machine import Kind, Machine, Operation
 from meshloom.planner.chains import Chain, chains_of, views
 from meshloom.planner.timing import now, typical
 

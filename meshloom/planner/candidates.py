@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 
 ALL_UP_TO = 4  # ranks; of more, only products that are powers of two, and those that use all of them
 PIECES = 4  # microbatches that keep activations small

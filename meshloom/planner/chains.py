@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshloom.cluster import COUNTED_IN_FLOPS, Kind
+from meshloom.machine.machine import COUNTED_IN_FLOPS, Kind
 
 
 @dataclass(frozen=True)

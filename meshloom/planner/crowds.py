@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
-from meshloom.comm.cores import cores
 from meshloom.comm.group import Group
-from meshloom.links import Crowd
+from meshloom.machine.cores import cores
+from meshloom.machine.links import Crowd
 
 PIECE_SECONDS = 0.02  # of one kind of operator, alone: as long as a small step
 ROUNDS = 5  # over all numbers of ranks: what disturbs the machine for a while disturbs one

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from meshloom.cluster import Machine
+from meshloom.core.plan import Plan
 from meshloom.graph.choose import Choice, choose, rates_for
 from meshloom.graph.chosen import Account, account_of
 from meshloom.graph.layout import layout_of
@@ -15,7 +15,7 @@ from meshloom.graph.partition import Partition, partition
 from meshloom.graph.rates import rates_of
 from meshloom.graph.rules.table import rules_with
 from meshloom.graph.stored_choices import divided_before
-from meshloom.plan import Plan
+from meshloom.machine.machine import Machine
 from meshloom.planner.readings import Readings
 
 

@@ -16,7 +16,7 @@ from meshloom.comm.hosts import HostsGroup
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.shm import ShmGroup
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes, windows_of
-from meshloom.links import COLLECTIVES, Collective, Link, Where, fit_link
+from meshloom.machine.links import COLLECTIVES, Collective, Link, Where, fit_link
 from meshloom.planner.timing import now, typical
 
 SUMS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshloom.core.job import Job
+from meshloom.core.random import preserved_draws
 from meshloom.graph.leaves import leaves_of
 from meshloom.graph.precision import build_model
-from meshloom.job import Job
 from meshloom.planner.memory import Memory
-from meshloom.random import preserved_draws
 
 
 def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | str = "cpu") -> Memory:

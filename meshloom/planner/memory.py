@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.job import NamedParameters
 from meshloom.graph.program import Program
-from meshloom.job import NamedParameters
 from meshloom.planner.fake_step import FakeStep
 
 PHASES = ("forward", "backward", "update", "publish")

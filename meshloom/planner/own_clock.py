@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.windows import Window
-from meshloom.mesh import Axis
+from meshloom.core.mesh import Axis
 from meshloom.planner.rehearsal import Call
 from meshloom.planner.timing import now
 

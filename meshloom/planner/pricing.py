@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshloom.cluster import COUNTED_IN_FLOPS, Machine
-from meshloom.errors import CaptureError, MachineError
+from meshloom.core.errors import CaptureError, MachineError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan, chunk_sizes
 from meshloom.graph.seconds import kind_of, node_seconds, program_seconds
-from meshloom.job import Job
-from meshloom.links import Crowd
-from meshloom.plan import Plan, chunk_sizes
+from meshloom.machine.links import Crowd
+from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine
 from meshloom.planner.amdahl import Work, bound, with_communication
 from meshloom.planner.measure import measure_memory
 from meshloom.planner.memory import Memory, predict_memory

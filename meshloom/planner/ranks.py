@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.mesh import Axis
+from meshloom.core.plan import Plan
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.partition import Partition
 from meshloom.graph.program import Program
 from meshloom.graph.stages import Stage, users_of
 from meshloom.graph.traffic import sent_at_the_end
-from meshloom.mesh import Axis
 from meshloom.pipeline.check import held_by_stage
 from meshloom.pipeline.cutting import schedule_of
 from meshloom.pipeline.staging import stages_of_part
 from meshloom.pipeline.traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
-from meshloom.plan import Plan
 from meshloom.planner.divided import Divided
 from meshloom.planner.memory import OPTIMIZER_FACTOR
 from meshloom.planner.readings import Readings

@@ -8,16 +8,16 @@ from functools import cached_property
 
 from torch import nn
 
-from meshloom.cache import Cache
+from meshloom.core.cache import Cache
+from meshloom.core.job import Job
+from meshloom.core.timings import Timings
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.leaves import Leaves
 from meshloom.graph.program import Program
 from meshloom.graph.shapes import Built, capture_shapes
 from meshloom.graph.stored import Stored
 from meshloom.graph.stored_choices import costs_before
-from meshloom.job import Job
 from meshloom.state.samples import first_batches
-from meshloom.timings import Timings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshloom.graph.amounts import amount
-from meshloom.links import Link
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
+from meshloom.core.units import amount
+from meshloom.machine.links import Link
 from meshloom.planner.pricing import Devices, Option
 
 WORTH_SAYING = 0.1  # of a step

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshloom.mesh import Axis, Place
+from meshloom.core.mesh import Axis, Place
+from meshloom.core.plan import Plan
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.spans import Span
-from meshloom.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,17 +21,17 @@ from meshloom.comm.group import Group
 from meshloom.comm.record import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import Steps, Turns
-from meshloom.errors import PlanError
-from meshloom.graph.amounts import amount
-from meshloom.job import Job
-from meshloom.mesh import AXES, Axis, Mesh, Place
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.mesh import AXES, Axis, Mesh, Place
+from meshloom.core.plan import Plan
+from meshloom.core.random import preserved_draws
+from meshloom.core.units import amount
 from meshloom.pipeline.recorder import Recorder
-from meshloom.plan import Plan
 from meshloom.planner.kept import Kept
 from meshloom.planner.memory import OPTIMIZER_FACTOR
 from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal import Held, RankStep, Rehearsal
-from meshloom.random import preserved_draws
 from meshloom.replica import Replica
 from meshloom.state.chunks import Chunk
 from meshloom.state.data import open_reader

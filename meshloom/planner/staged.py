@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshloom.cluster import Machine
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
+from meshloom.core.plan import SCHEDULES, Plan
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.intervals import Intervals
 from meshloom.graph.rates import Rates, rates_here, rates_of
 from meshloom.graph.stages import Crossing, Stage, cut_into_stages, users_of
 from meshloom.graph.stored_choices import cut_before
+from meshloom.machine.machine import Machine
 from meshloom.pipeline.check import held_by_stage
 from meshloom.pipeline.cutting import choose_stages, line_of_plan, schedule_of
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.simulate import Simulated, simulate
 from meshloom.pipeline.traffic import Traffic, traffic_of_stages
-from meshloom.plan import SCHEDULES, Plan
 from meshloom.planner.readings import Readings
 
 WORTH = 0.03  # of the time: what is gained by less is not spoken of

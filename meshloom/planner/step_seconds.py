@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshloom.cluster import Machine, collective_seconds
-from meshloom.errors import MachineError
-from meshloom.links import COLLECTIVES, Collective, Where
-from meshloom.mesh import AXES, Axis
+from meshloom.core.errors import MachineError
+from meshloom.core.mesh import AXES, Axis
+from meshloom.machine.links import COLLECTIVES, Collective, Where
+from meshloom.machine.machine import Machine, collective_seconds
 from meshloom.planner.actions import pipelined
 from meshloom.planner.on_cores import Effort, run_on_cores
 from meshloom.planner.rehearsal import Call, RankStep, Rehearsal

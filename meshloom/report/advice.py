@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from meshloom.graph.amounts import amount
+from meshloom.core.units import amount
 from meshloom.planner.advise import Advice
 from meshloom.planner.pricing import Option
 from meshloom.report.machine import duration

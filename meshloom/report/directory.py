@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from meshloom.errors import ReportError
+from meshloom.core.errors import ReportError
 from meshloom.report.chrome_trace import trace_text
 from meshloom.report.drawing import print_timeline
 from meshloom.report.picture import save_picture

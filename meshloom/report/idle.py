@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 
 
 def idle_lines(

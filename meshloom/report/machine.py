@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from meshloom.cluster import COUNTED_IN_FLOPS, Machine, Operation
+from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine, Operation
 from meshloom.planner.algorithms import chosen_algorithms
 from meshloom.report.terminal import short
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshloom.errors import ReportError
+from meshloom.core.errors import ReportError
 from meshloom.pipeline.spans import ACTION_KINDS, Span, SpanKind
 from meshloom.report.drawing import EXPLANATION, WORDS, headline, ticks, time_unit
 from meshloom.report.timeline import Row, Timeline, idle_of

@@ -14,8 +14,8 @@ from meshloom.comm.clocks import clock_offsets
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect
-from meshloom.errors import ReportError
-from meshloom.mesh import Place
+from meshloom.core.errors import ReportError
+from meshloom.core.mesh import Place
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.spans import Span
 from meshloom.report.timeline import Row, Timeline

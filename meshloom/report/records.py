@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 from torch import nn
 
-from meshloom.errors import JobError
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.terminal import Terminal, evaluation_text, how_many, progress_text, saved_text
 

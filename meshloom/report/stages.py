@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from meshloom.core.mesh import AXES
 from meshloom.graph.keeping import HELD_COPIES
-from meshloom.mesh import AXES
 from meshloom.planner.ranks import RankShare
 from meshloom.planner.staged import Better, StagePlan
 from meshloom.report.description import quantity, size

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from meshloom.errors import PlanError, ReportError
-from meshloom.mesh import Place
+from meshloom.core.errors import PlanError, ReportError
+from meshloom.core.mesh import Place
 from meshloom.pipeline.schedule import Action, Schedule
 from meshloom.pipeline.spans import Span
 from meshloom.pipeline.timing import Durations, run_on_paper

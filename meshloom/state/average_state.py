@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect
-from meshloom.errors import JobError
+from meshloom.core.errors import JobError
 from meshloom.state.json_values import NotPlainError, from_json, to_json
 from meshloom.state.optimizer_state import Held, place_state
 

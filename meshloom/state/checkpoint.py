@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshloom.errors import CheckpointError
-from meshloom.job import Job
+from meshloom.core.errors import CheckpointError
+from meshloom.core.job import Job
 from meshloom.state.layout import (
     META,
     MODEL,

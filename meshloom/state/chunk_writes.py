@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.errors import PeerLostError, TrainingError
-from meshloom.random import preserved_draws
+from meshloom.core.errors import PeerLostError, TrainingError
+from meshloom.core.random import preserved_draws
 from meshloom.state.recurrence import Unite, differ, factor_of, find_recurrences, finite, first_shift, flat, same, unflat
 
 CHANGED, RESHAPED, LAST, READ, GROUP = range(5)  # facts about a buffer, one number each

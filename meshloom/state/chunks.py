@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from meshloom.comm.turns import Steps
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import agree
-from meshloom.errors import DataError, JobError
-from meshloom.job import Job
-from meshloom.plan import Plan
-from meshloom.random import derive, preserved_draws
+from meshloom.core.errors import DataError, JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import derive, preserved_draws
 from meshloom.state.chunks import Chunk, Reader
 from meshloom.state.map_data import MapReader, map_chunks
 from meshloom.state.reading import seed_draws

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from meshloom.random import preserved_draws
+from meshloom.core.random import preserved_draws
 
 Reach = Literal["element", "parameter", "optimizer"]
 

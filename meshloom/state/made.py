@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from meshloom.errors import JobError
-from meshloom.job import Job, NamedParameters
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job, NamedParameters
 from meshloom.state.elementwise import Reach, reach
 from meshloom.state.json_values import NotPlainError, to_json
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from meshloom.comm.turns import Steps
-from meshloom.errors import DataError
-from meshloom.job import Job
-from meshloom.plan import Plan
-from meshloom.random import sample_order, sample_seed
+from meshloom.core.errors import DataError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import sample_order, sample_seed
 from meshloom.state.chunks import Chunk, Cut, Reader, cut_batch, share_of
 from meshloom.state.reading import Collation, Failure, read_ahead, seed_draws
 from meshloom.state.shares import Shares

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from meshloom.job import LossFunction
-from meshloom.loss import as_sum
+from meshloom.core.job import LossFunction
+from meshloom.core.loss import as_sum
 from meshloom.state.chunks import Chunk
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.compiled import named_as_written
-from meshloom.errors import JobError
-from meshloom.job import Job
-from meshloom.modes import as_trained
-from meshloom.plan import Plan
-from meshloom.random import model_seed, seed_everything
+from meshloom.core.compiled import named_as_written
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.modes import as_trained
+from meshloom.core.plan import Plan
+from meshloom.core.random import model_seed, seed_everything
 
 
 def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
-from meshloom.errors import CheckpointError, JobError
+from meshloom.core.errors import CheckpointError, JobError
+from meshloom.core.job import Job, NamedParameters
+from meshloom.core.mesh import Axis
 from meshloom.exchange.exchange import Ownership
-from meshloom.job import Job, NamedParameters
-from meshloom.mesh import Axis
 from meshloom.state.average_state import average_state
 from meshloom.state.checkpoint import Piece
 from meshloom.state.clipping import clip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshloom.errors import CheckpointError, JobError
+from meshloom.core.errors import CheckpointError, JobError
 from meshloom.state.checkpoint import Piece
 from meshloom.state.json_values import NotPlainError, from_json, to_json
 from meshloom.state.shards import Shards

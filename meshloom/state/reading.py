@@ -26,9 +26,9 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from meshloom.errors import DataError
-from meshloom.job import Job
-from meshloom.random import derive, preserved_draws
+from meshloom.core.errors import DataError
+from meshloom.core.job import Job
+from meshloom.core.random import derive, preserved_draws
 
 
 def seed_draws(value: int) -> None:

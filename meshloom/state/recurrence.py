@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.errors import PeerLostError
+from meshloom.core.errors import PeerLostError
 
 _GOLDEN = (5**0.5 - 1) / 2
 LARGE = 1_000_003  # beyond the length of a queue: a number that wraps around shows it

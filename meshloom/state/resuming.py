@@ -22,7 +22,7 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, on_first, share
-from meshloom.errors import CheckpointError
+from meshloom.core.errors import CheckpointError
 from meshloom.state.checkpoint import Checkpoint
 from meshloom.state.layout import META, MODEL, piece_name
 from meshloom.state.tensor_file import DTYPES, Entry, tensor_bytes

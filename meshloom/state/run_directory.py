@@ -7,7 +7,7 @@ from pathlib import Path
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, share
-from meshloom.errors import CheckpointError
+from meshloom.core.errors import CheckpointError
 from meshloom.state.layout import committed, step_directories
 from meshloom.state.saving import try_saving
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from meshloom.errors import DataError
-from meshloom.job import Job
-from meshloom.random import preserved_draws
+from meshloom.core.errors import DataError
+from meshloom.core.job import Job
+from meshloom.core.random import preserved_draws
 from meshloom.state.data import build_dataset, is_stream
 from meshloom.state.map_data import Batches, ChunkSource, Request
 from meshloom.state.reading import Collation, Failure

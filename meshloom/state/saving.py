@@ -23,7 +23,7 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect, share
-from meshloom.errors import CheckpointError
+from meshloom.core.errors import CheckpointError
 from meshloom.state.layout import (
     META,
     MODEL,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshloom.errors import PlanError
-from meshloom.plan import Plan
+from meshloom.core.errors import PlanError
+from meshloom.core.plan import Plan
 
 Record = Sequence[tuple[int, Sequence[int]]]  # first step (counted from 0) and shares from there on, in order of steps
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.job import NamedParameters
+from meshloom.core.job import NamedParameters
 from meshloom.state.made import Made
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from meshloom.errors import JobError
-from meshloom.job import NamedParameters
+from meshloom.core.errors import JobError
+from meshloom.core.job import NamedParameters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from torch.utils.data import IterableDataset
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import scatter_objects
-from meshloom.errors import JobError
-from meshloom.job import Job
-from meshloom.plan import Plan
-from meshloom.random import derive, sample_seed
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import derive, sample_seed
 from meshloom.state.chunks import Chunk, Reader, cut_batch
 from meshloom.state.reading import Collation, Failure, read_ahead, seed_draws
 from meshloom.state.shares import Shares

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.errors import JobError
-from meshloom.loss import as_sum
+from meshloom.core.errors import JobError
+from meshloom.core.loss import as_sum
 from meshloom.state.chunks import Chunk
 
 

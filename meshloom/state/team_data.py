@@ -5,8 +5,8 @@ from __future__ import annotations
 from meshloom.comm.group import Group
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import scatter_objects, share
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.state.chunks import Chunk, Reader
 from meshloom.state.data import open_reader
 from meshloom.state.shares import Shares

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.turns import Steps
-from meshloom.errors import CheckpointError
+from meshloom.core.errors import CheckpointError
 
 # What the format calls a dtype.
 DTYPES = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshloom.errors import CheckpointError
+from meshloom.core.errors import CheckpointError
 from meshloom.state.checksums import joined
 from meshloom.state.tensor_file import DTYPES, Entry
 

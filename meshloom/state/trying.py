@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from meshloom.errors import CaptureError, JobError, MeshloomError
-from meshloom.random import preserved_draws
+from meshloom.core.errors import CaptureError, JobError, MeshloomError
+from meshloom.core.random import preserved_draws
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 from meshloom.verify.blocks import distance, norm, same_rows, wide_blocks
 from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
 

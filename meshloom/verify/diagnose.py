@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 from meshloom.verify.compare import FLOOR, Comparison, filled
 from meshloom.verify.mistakes import Cause, Evidence, mistakes, thin, thinned
 from meshloom.verify.records import ChunkRecord, StepRecord

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 
 CauseKind = Literal[
     "same draws", "data", "weights", "scale", "mean of means", "microbatches", "missing chunk", "not reduced", "reduced twice", "tied", "clipping", "division",

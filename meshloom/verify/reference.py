@@ -24,11 +24,11 @@ from torch.optim import SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import default_collate
 
-from meshloom.compiled import named_as_written
-from meshloom.errors import JobError
-from meshloom.job import Job
-from meshloom.plan import Plan
-from meshloom.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, seed_everything
+from meshloom.core.compiled import named_as_written
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, seed_everything
 from meshloom.verify.blocks import distance, same_rows, wide_blocks
 from meshloom.verify.merging import Merging
 from meshloom.verify.mistakes import ChunkGradients, Evidence, thin

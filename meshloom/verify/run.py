@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from meshloom.comm.turns import Steps
 from meshloom.comm.values import collect
-from meshloom.errors import PlanError
-from meshloom.job import Job
-from meshloom.plan import Plan
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener
 from meshloom.state.data import Chunk, to_device

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from meshloom.errors import DataError
-from meshloom.job import Job
-from meshloom.random import derive, preserved_draws, sample_order, sample_seed, seed_everything
+from meshloom.core.errors import DataError
+from meshloom.core.job import Job
+from meshloom.core.random import derive, preserved_draws, sample_order, sample_seed, seed_everything
 
 
 def read_batches(job: Job) -> Iterator[list[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.job import Job, Loss
+from meshloom.core.job import Job, Loss
 from tests.jobs import Samples
 
 NUM_SAMPLES = 6

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshloom.job import Job
-from meshloom.plan import Plan
-from meshloom.random import model_seed, seed_everything
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import model_seed, seed_everything
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify
 from tests.families.family import Family

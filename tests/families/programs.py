@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
+from meshloom.core.job import Job
+from meshloom.core.random import KeyedDraws, model_seed, seed_everything
 from meshloom.graph.capture import capture
 from meshloom.graph.program import Program
-from meshloom.job import Job
-from meshloom.random import KeyedDraws, model_seed, seed_everything
 from tests.families.family import Family
 from tests.families.limits import OTHER_KERNEL
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from meshloom.plan import Plan
+from meshloom.core.plan import Plan
 from tests.families import FAMILIES, REFUSED, Family
 from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED, NOT_READ, OTHER_KERNEL
 from tests.families.measure import largest_error, operators, start, verified

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshloom.graph.amounts import amount
+from meshloom.core.mesh import AXES
+from meshloom.core.plan import Plan
+from meshloom.core.units import amount
 from meshloom.graph.chosen import Whole
-from meshloom.mesh import AXES
-from meshloom.plan import Plan
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import shares_of
 from meshloom.planner.readings import Readings

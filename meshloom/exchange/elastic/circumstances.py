@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 
 Happening = Literal["kill", "join", "leave", "suspect", "server"]
 HAPPENINGS = ("kill", "join", "leave", "suspect", "server")

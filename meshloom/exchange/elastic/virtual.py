@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from meshloom.errors import TrainingError
+from meshloom.core.errors import TrainingError
+from meshloom.core.random import derive
 from meshloom.exchange.elastic.circumstances import Circumstances, Incident
 from meshloom.exchange.elastic.head import STARTS, Event, Head
 from meshloom.exchange.elastic.messages import HEAD, Address, Sent
 from meshloom.exchange.elastic.store import Store
 from meshloom.exchange.elastic.worker import Computed, Task, Worker
-from meshloom.random import derive
 
 
 @dataclass(frozen=True, kw_only=True)

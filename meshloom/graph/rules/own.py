@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.rules.call import Call, Rule, tensor_arguments
 from meshloom.graph.rules.factors import Factors, Term, factors_of_text, labels_in
 

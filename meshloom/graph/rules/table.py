@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshloom.errors import CaptureError
+from meshloom.core.errors import CaptureError
 from meshloom.graph.rules.attention import ATTENTION
 from meshloom.graph.rules.call import Call, Rule
 from meshloom.graph.rules.copies import COPIES

@@ -6,8 +6,8 @@ import difflib
 import math
 from typing import Protocol
 
-from meshloom.costs import ALGORITHMS
-from meshloom.errors import PlanError
+from meshloom.core.costs import ALGORITHMS
+from meshloom.core.errors import PlanError
 
 EXCHANGES = ("all_reduce", *ALGORITHMS, "server", "async", "local_sgd", "diloco")
 SCATTERING = ("ring", "halving")  # those of ALGORITHMS that scatter what they sum: zero=1 needs that
@@ -153,7 +153,7 @@ def complete_compress(text: str) -> str:
 def exempt_setting(plan: ExchangeSettings) -> str:
     """The setting because of which a plan need not equal one device; "" if it promises to.
 
-    >>> from meshloom.plan import Plan
+    >>> from meshloom.core.plan import Plan
     >>> exempt_setting(Plan(dp=2, exchange="local_sgd", local_steps=8)), exempt_setting(Plan(dp=2, exchange="server"))
     ('local_steps=8', '')
     """

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from meshloom.errors import MachineError
-from meshloom.links import COLLECTIVES, Collective, Company, Crowd, Link, Where, seconds_of, slowdown
+from meshloom.core.errors import MachineError
+from meshloom.machine.links import COLLECTIVES, Collective, Company, Crowd, Link, Where, seconds_of, slowdown
 
 # Kinds of operators that share a curve. The first three are counted in FLOPs, the others in bytes read and written.
 Kind = Literal["matmul", "attention", "convolution", "elementwise", "activation", "normalization", "softmax", "reduction", "gather", "draw"]

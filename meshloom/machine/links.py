@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from meshloom.errors import MachineError
+from meshloom.core.errors import MachineError
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from meshloom.errors import TrainingError
+from meshloom.core.errors import TrainingError
 
 
 def as_trained(model: nn.Module) -> nn.Module:

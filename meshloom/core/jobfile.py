@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshloom.errors import JobError
-from meshloom.job import Job
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
 
 
 def check_target(target: str) -> tuple[Path, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshloom.errors import JobError
+from meshloom.core.errors import JobError
 
 # A mean over the batch's samples, or (sum, weight): the sum over whatever is averaged, and how many of them there are.
 Loss = Tensor | tuple[Tensor, Tensor | float]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from meshloom.errors import JobError
-from meshloom.job import Loss
+from meshloom.core.errors import JobError
+from meshloom.core.job import Loss
 
 
 def as_sum(loss: Loss, samples: int, *, needs_gradient: bool = True, who: str = "The loss function") -> tuple[Tensor, Tensor | float]:

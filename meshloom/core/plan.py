@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from meshloom.costs import ALGORITHMS
-from meshloom.errors import PlanError
-from meshloom.mesh import Mesh
-from meshloom.plan_exchange import check_exchange, complete_compress, exempt_setting, known_word
-from meshloom.plan_shares import apportion, check_shares, complete_shares, fixed_shares
+from meshloom.core.costs import ALGORITHMS
+from meshloom.core.errors import PlanError
+from meshloom.core.mesh import Mesh
+from meshloom.core.plan_exchange import check_exchange, complete_compress, exempt_setting, known_word
+from meshloom.core.plan_shares import apportion, check_shares, complete_shares, fixed_shares
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages a rank; of interleaved at least
 MOST_IDLE_CHUNKS = 4096  # of a batch; more is a mistake, and every one is an entry in lists

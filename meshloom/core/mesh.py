@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 
 Axis = Literal["dp", "pp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshloom.errors import MachineError
+from meshloom.core.errors import MachineError
 
 ALGORITHMS = ("ring", "tree", "halving", "hierarchical")
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from meshloom.errors import PlanError
+from meshloom.core.errors import PlanError
 
 
 class ShareSettings(Protocol):
