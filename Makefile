@@ -16,7 +16,7 @@ WITH_PROCESSES = $(shell grep -l 'mark\.processes' $(AREA_FILES))
 NONE := 5
 # Compiled code is kept: the tests start hundreds of processes, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
-NATIVE := setup.py $(wildcard meshloom/comm/native/*)
+NATIVE := setup.py $(wildcard meshloom/comm/shm/native/*)
 
 # A machine with GPUs has a torch of its own, which stays, and often no network.
 DEVICE := cuda

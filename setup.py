@@ -4,12 +4,12 @@ from glob import glob
 
 from setuptools import Extension, setup
 
-NATIVE = "meshloom/comm/native"
+NATIVE = "meshloom/comm/shm/native"
 
 setup(
     ext_modules=[
         Extension(
-            "meshloom.comm._engine",
+            "meshloom.comm.shm._engine",
             sources=sorted(glob(f"{NATIVE}/*.c")),
             depends=sorted(glob(f"{NATIVE}/*.h")),
             # A product may not be fused with a sum: results must not depend on the processor.

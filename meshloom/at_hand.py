@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from meshloom.calibration import Request, measure_machine
-from meshloom.comm.shm import why_not
+from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
 from meshloom.launch import cores
 from meshloom.launch.environment import threads_per_rank

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from meshloom.comm.turns import run_in_steps
-from meshloom.comm.values import collect
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import PlanError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan

@@ -1,7 +1,7 @@
 """One rank's training step: its chunks forward and backward, the exchange, the update.
 
 The step is a generator: where it waits for other ranks it yields, so that a process runs it to its end and simulated ranks run
-it in lockstep (`comm/turns.py`). Backward runs on the *sum* of each chunk's loss, which is divided once, by the weight of the
+it in lockstep (`comm/steps.py`). Backward runs on the *sum* of each chunk's loss, which is divided once, by the weight of the
 whole global batch, so uneven and empty shares keep the exact mean: before backward where all ranks know that weight (means over
 samples), else by `Exchange.finish`.
 """
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
+from meshloom.comm.objects import agree, collect
 from meshloom.comm.seat import Seat
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import agree, collect
+from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.errors import CheckpointError, DataError, TrainingError
 from meshloom.core.job import Job, NamedParameters

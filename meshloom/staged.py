@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
+from meshloom.comm.objects import collect, on_first
+from meshloom.comm.pieces import place
 from meshloom.comm.seat import Seat
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, on_first
+from meshloom.comm.steps import Steps
 from meshloom.core.compiled import without_compilation
 from meshloom.core.errors import CaptureError, DataError
 from meshloom.core.job import Job, LossFunction
@@ -35,7 +36,6 @@ from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import LossPrograms
 from meshloom.graph.nodes import Node
 from meshloom.graph.outside import Outside
-from meshloom.graph.pieces import place
 from meshloom.graph.stages import Stage
 from meshloom.graph.stored import Stored
 from meshloom.pipeline.microbatches import Microbatches

@@ -17,11 +17,11 @@ import torch
 
 from meshloom.asynchronous.run import AsynchronousRun
 from meshloom.asynchronous.settings import DEFAULT_SNAPSHOT_EVERY, Settings
-from meshloom.comm.activity import Phase
-from meshloom.comm.record import Count
+from meshloom.comm.liveness.activity import Phase
+from meshloom.comm.objects import agree, collect
+from meshloom.comm.recording import Count
 from meshloom.comm.seat import Seat
-from meshloom.comm.turns import Steps, advance_one, run_in_steps
-from meshloom.comm.values import agree, collect
+from meshloom.comm.steps import Steps, advance_one, run_in_steps
 from meshloom.core.cache import Cache
 from meshloom.core.errors import CheckpointError, JobError, MeshloomError, PeerLostError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job

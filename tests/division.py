@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
+from meshloom.comm.pieces import Pieces
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
 from meshloom.graph.capture import capture
@@ -26,7 +27,6 @@ from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Node
 from meshloom.graph.partition import Partition, partition
-from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
 from meshloom.graph.precision import build_model, default_precision, in_precision
 from meshloom.graph.program import Program

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.server import Server

@@ -13,7 +13,7 @@ from thread_groups import threaded_groups
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.hosts import HostsGroup, HostsParts
+from meshloom.comm.network.hosts import HostsGroup, HostsParts
 
 
 @contextmanager

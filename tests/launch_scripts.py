@@ -15,7 +15,7 @@ from meshloom.launch import run_ranks
 JOINED = """
     import os, signal, sys, time
     import torch
-    from meshloom.comm.turns import run_in_steps
+    from meshloom.comm.steps import run_in_steps
     from meshloom.core.errors import DataError
     from meshloom.launch import launched_plan, leave, open_world, report_failure
     from meshloom.core.plan import Plan

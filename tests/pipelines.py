@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns
+from meshloom.comm.steps import Turns
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
 from meshloom.graph.capture import capture

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.state.chunks import Chunk

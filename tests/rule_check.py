@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from meshloom.comm.pieces import Pieces
 from meshloom.core.random import seed_everything
 from meshloom.graph.axes import Axis, concatenation, product
 from meshloom.graph.calls import keyed
@@ -24,7 +25,6 @@ from meshloom.graph.layout import Layout, axes_in, layout_of
 from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Meta, Node, Ref, Variable, refs_in
 from meshloom.graph.partition import partition
-from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import PARTIAL, Cut, Part, Placement, cut_of
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import Rules

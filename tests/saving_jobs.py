@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.plan import chunk_sizes
 from meshloom.state.layout import Piece, fingerprint_of
 from meshloom.state.saving import save

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.pieces import place, take
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns
+from meshloom.comm.steps import Turns
 from meshloom.core.random import seed_everything
 from meshloom.graph.partition import Partition
-from meshloom.graph.pieces import place, take
 from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
 from tests.division import SEED, Subject
 

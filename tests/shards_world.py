@@ -14,13 +14,13 @@ import torch
 from exchange_world import KINDS, Net, data
 from torch import Tensor, nn
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.pieces import Pieces, Runs, whole
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
-from meshloom.graph.pieces import Pieces, Runs, whole
 from meshloom.state.checkpoint import Checkpoint, save
 from meshloom.state.optimizer import Updater
 from meshloom.state.shards import Shards

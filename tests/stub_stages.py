@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.core.mesh import Place
 from meshloom.graph.nodes import Meta
 from meshloom.graph.stages import Crossing

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_groups import on_threads, threaded_groups
 
-import meshloom.comm.algorithms
-from meshloom.comm.algorithms import SpelledOutGroup, spelled_out
+import meshloom.comm.collectives.explicit
 from meshloom.comm.carrying import in_chunks
-from meshloom.comm.halving import halving
-from meshloom.comm.hierarchical import hierarchical
+from meshloom.comm.collectives.explicit import SpelledOutGroup, spelled_out
+from meshloom.comm.collectives.halving import halving
+from meshloom.comm.collectives.hierarchical import hierarchical
+from meshloom.comm.collectives.ring import ring, scatter_reduce
+from meshloom.comm.collectives.tree import tree
 from meshloom.comm.moves import AllReduceMoves, Move
-from meshloom.comm.ring import ring, scatter_reduce
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.tree import tree
 from meshloom.core.costs import ALGORITHMS, choose_algorithm, halving_seconds, ring_seconds, tree_seconds
 from meshloom.core.errors import CollectiveError, MachineError, PeerLostError
 
@@ -226,7 +226,7 @@ def _wrong_piece(monkeypatch: pytest.MonkeyPatch) -> None:
             *(replace(move, start=(move.start + size) % n, stop=(move.start + size) % n + move.stop - move.start) for move in moves[-2:]),
         ]
 
-    monkeypatch.setattr("meshloom.comm.ring.scatter_reduce", shifted)
+    monkeypatch.setattr("meshloom.comm.collectives.ring.scatter_reduce", shifted)
 
 
 def _skipped_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def _skipped_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     def shorter(moves: Sequence[Move], chunk: int) -> list[Move]:
         return original([replace(move, stop=max(move.start, move.stop - 5)) for move in moves], chunk)
 
-    monkeypatch.setattr(meshloom.comm.algorithms, "in_chunks", shorter)
+    monkeypatch.setattr(meshloom.comm.collectives.explicit, "in_chunks", shorter)
 
 
 def _not_divided(monkeypatch: pytest.MonkeyPatch) -> None:

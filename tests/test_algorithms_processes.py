@@ -13,8 +13,8 @@ from hosts_worlds import Call
 from processes import on_ranks
 from torch import Tensor
 
-from meshloom.comm.algorithms import SpelledOutGroup
-from meshloom.comm.shm import why_not
+from meshloom.comm.collectives.explicit import SpelledOutGroup
+from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.costs import ALGORITHMS
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, seed_everything

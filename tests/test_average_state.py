@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import JobError
 from meshloom.state.average_state import average_state
 from meshloom.state.optimizer_state import Held

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns
+from meshloom.comm.steps import Turns
 from meshloom.core.errors import CollectiveError, JobError, TrainingError
 from meshloom.exchange.batch_norm import synchronise_batch_norm
 from tests.covering import few

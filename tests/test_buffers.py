@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import PeerLostError, TrainingError
 from meshloom.state.buffers import RunningStatistics
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from processes import on_ranks
 
-from meshloom.comm import c10d
-from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.group import Group
+from meshloom.comm.objects import agree, collect, scatter_objects, share
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
-from meshloom.comm.values import agree, collect, scatter_objects, share
+from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.torch import c10d
+from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
 
 pytestmark = pytest.mark.processes

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import meshloom.graph.problem
 from benchmarks.step import gpt
+from meshloom.comm.pieces import Pieces
 from meshloom.core.errors import PlanError
 from meshloom.graph.change import cost_of
 from meshloom.graph.choose import Choice, choice_of_numbers, choose, numbers_of_choice
@@ -24,7 +25,6 @@ from meshloom.graph.cost import costs
 from meshloom.graph.integers import cheapest_integers
 from meshloom.graph.layout import Layout
 from meshloom.graph.partition import partition
-from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Part, Placement
 from meshloom.graph.price import change_seconds
 from meshloom.graph.problem import Problem

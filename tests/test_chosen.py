@@ -16,9 +16,10 @@ from torch import Tensor, nn
 import meshloom.graph.least
 from benchmarks.step import gpt
 from meshloom.cli import main
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.pieces import take
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns
+from meshloom.comm.steps import Turns
 from meshloom.graph.capture import capture
 from meshloom.graph.choose import choose
 from meshloom.graph.chosen import account_of, text_of
@@ -26,7 +27,6 @@ from meshloom.graph.cost import costs
 from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.linears import GatheredLinears
 from meshloom.graph.partition import Partition, partition
-from meshloom.graph.pieces import take
 from meshloom.graph.rates import Rates, default_rates
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.state.clipping import clip, sum_of_squares
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 from processes import on_ranks
 
-from meshloom.comm.c10d import C10dGroup
-from meshloom.comm.clocks import clock_offsets
+from meshloom.comm.network.clocks import clock_offsets
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
+from meshloom.comm.torch.c10d import C10dGroup
 
 AHEAD = [0.0, 250.0, -3.5, 1e-3]  # seconds, by rank
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshloom.comm.pieces import Pieces, Runs, assemble, owned, place, take, whole
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns
+from meshloom.comm.steps import Turns
 from meshloom.graph.collectives import Kind, Transition
-from meshloom.graph.pieces import Pieces, Runs, assemble, owned, place, take, whole
 from meshloom.graph.placement import even_parts, shared_parts
 
 CHANGES: list[tuple[Kind, Kind]] = [

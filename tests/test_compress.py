@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce

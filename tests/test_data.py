@@ -10,7 +10,7 @@ from reading_jobs import Augmented, Stream, job_of, read_chunks, same
 from torch.utils.data import DataLoader, TensorDataset
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.plan import Plan
 from meshloom.state.data import evaluation_chunks, open_reader

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import meshloom.staged
-from meshloom.comm.record import Count
+from meshloom.comm.recording import Count
 from meshloom.core.job import Job
 from meshloom.graph.division import Division
 from meshloom.graph.linears import GatheredLinears

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 import meshloom.graph.collectives
 import meshloom.graph.gathered
 import meshloom.graph.layout
+from meshloom.comm.pieces import place
 from meshloom.core.plan import Plan
-from meshloom.graph.pieces import place
 from meshloom.verify import nodes
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify

@@ -16,8 +16,9 @@ from test_optimizer import BUILDS, assert_equal, job
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from meshloom.comm.pieces import place, take
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.alone import Alone
 from meshloom.graph.capture import capture_module
@@ -25,7 +26,6 @@ from meshloom.graph.choose import Rates, choose
 from meshloom.graph.layout import layout_of
 from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.partition import Partition, partition
-from meshloom.graph.pieces import place, take
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.state import saving
 from meshloom.state.optimizer import Updater

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-NATIVE = Path(__file__).parents[1] / "meshloom" / "comm" / "native"
+NATIVE = Path(__file__).parents[1] / "meshloom" / "comm" / "shm" / "native"
 STRESS = Path(__file__).with_name("native") / "stress.c"
 HOSTILE = STRESS.with_name("hostile.c")
 SIZES = b"#include <stddef.h>\nsize_t ml_element_bytes(int dtype) { return dtype >= 0; }"  # for reduce.c alone, of one-byte types

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import TrainingError
 from tests.covering import few
 from tests.exchange_world import KINDS, assert_same, backward, data, one_device, replicas, whole_gradients

@@ -13,7 +13,7 @@ from thread_groups import on_threads, threaded_groups
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.hosts import HostsGroup, HostsParts
+from meshloom.comm.network.hosts import HostsGroup, HostsParts
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 NAMES = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "send", "gather", "scatter", "all_to_all"]

@@ -17,8 +17,8 @@ from launch_scripts import run, write_script
 from processes import on_ranks
 from torch import Tensor
 
-from meshloom.comm.hosts import HostsGroup
-from meshloom.comm.shm import why_not
+from meshloom.comm.network.hosts import HostsGroup
+from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan

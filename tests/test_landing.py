@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.pieces import Pieces, whole
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
@@ -25,7 +26,6 @@ from meshloom.graph.collectives import Transition
 from meshloom.graph.landed import LandedLinear, with_landing
 from meshloom.graph.landing import InPlace, Room
 from meshloom.graph.linears import GatheredLinears
-from meshloom.graph.pieces import Pieces, whole
 from meshloom.pipeline.later import Later
 from tests.covering import few
 from tests.exchange_world import KINDS, assert_same, gathered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from meshloom.comm.activity import Snapshot
+from meshloom.comm.liveness.activity import Snapshot
 from meshloom.core.mesh import Mesh
 from meshloom.launch.hang import LOOK_SECONDS, HangWatch, ProcessState
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from processes import on_ranks
 
-from meshloom.comm.shm import why_not
-from meshloom.comm.turns import run_in_steps
-from meshloom.comm.values import collect
+from meshloom.comm.objects import collect
+from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DeviceError, PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.launch import open_world

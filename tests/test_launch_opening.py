@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from machine import machine
 
-from meshloom.comm.turns import run_in_steps
-from meshloom.comm.values import collect
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.mesh import Mesh, Place
 from meshloom.launch import is_rank, open_world

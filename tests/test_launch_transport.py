@@ -11,7 +11,7 @@ from launch_scripts import run, write_script
 from thread_groups import on_threads
 
 from meshloom.cli import main
-from meshloom.comm.signed_store import SignedStore
+from meshloom.comm.network.signed_store import SignedStore
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
 from meshloom.launch import open_world
@@ -98,7 +98,7 @@ SAYS = """
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_the_users_choice_reaches_every_rank(tmp_path: Path, transport: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """A script of the user's own, which passes nothing on: as under torchrun, the environment says it."""
-    from meshloom.comm.shm import why_not
+    from meshloom.comm.shm.shared_memory import why_not
 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("MESHLOOM_TRANSPORT", transport)

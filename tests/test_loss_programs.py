@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshloom.comm.objects import scatter_objects
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
-from meshloom.comm.values import scatter_objects
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reading_jobs import Augmented, job_of, read_chunks, same
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, PlanError
 from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order

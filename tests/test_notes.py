@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshloom.comm.notes import Notes
+from meshloom.comm.liveness.notes import Notes
 
 
 class SilentStore:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange

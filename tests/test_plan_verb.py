@@ -14,7 +14,7 @@ from test_cli import FILE, records
 from meshloom import companions
 from meshloom.at_hand import Wish, devices_for
 from meshloom.cli import main
-from meshloom.comm.shm import why_not
+from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
 from meshloom.machine.machine import machine_file, save
 

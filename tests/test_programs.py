@@ -13,9 +13,9 @@ from processes import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, advance_one, run_in_steps
+from meshloom.comm.steps import Steps, advance_one, run_in_steps
+from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.graph import programs as module

@@ -12,7 +12,7 @@ import torch
 from reading_jobs import job_of, read_chunks
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
 from meshloom.state.data import open_reader

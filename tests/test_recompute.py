@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns
+from meshloom.comm.steps import Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.random import preserved_draws, seed_everything
 from meshloom.graph.capture import capture, capture_module
@@ -275,7 +275,7 @@ def test_divided_programs_send_no_more_and_are_the_same_bit_for_bit(how: str):
 
 
 def _part(whole: Tensor, pieces: Any, rank: int) -> Tensor:
-    from meshloom.graph.pieces import take
+    from meshloom.comm.pieces import take
 
     return take(pieces, rank, whole)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from meshloom.comm.record import Count, RecordedGroup
+from meshloom.comm.recording import Count, RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 
 
 def test_every_operation_is_counted_with_the_payload_handed_in():

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from processes import on_ranks
 
-from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns, run_in_steps
+from meshloom.comm.steps import Turns, run_in_steps
+from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.errors import ReportError
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.recorder import Recorder

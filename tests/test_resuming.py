@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CheckpointError
 from meshloom.report.progress import QUIET
 from meshloom.state import checkpoint as checkpoints

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshloom.cli import main
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Evaluate, Job
 from meshloom.report.progress import Listener

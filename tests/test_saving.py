@@ -15,7 +15,7 @@ import torch
 from saving_jobs import names_in, save_step, slices_of, state_of, weights_of
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError
 from meshloom.state import layout, saving
 from meshloom.state.checkpoint import Checkpoint, find

@@ -11,10 +11,10 @@ import torch
 from shards_world import random_pieces
 from torch import Tensor, nn
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.pieces import Pieces, put
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
-from meshloom.graph.pieces import Pieces, put
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.state.shards import Shards
 
 SHAPES: list[tuple[int, ...]] = [(), (7,), (5, 3), (3, 7, 2), (1,), (2, 11)]

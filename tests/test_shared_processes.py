@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshloom.comm.shm import ShmGroup, why_not
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.shm.shared_memory import ShmGroup, why_not
+from meshloom.comm.steps import run_in_steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.errors import PeerLostError
 from meshloom.core.plan import Plan

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading_jobs import Augmented, Stream, job_of
 
-from meshloom.comm.record import Count
+from meshloom.comm.recording import Count
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from warm_ranks import Seat, WarmRanks
 
-from meshloom.comm.segments import Named
+from meshloom.comm.shm.segments import Named
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,7 @@ import torch
 from warm_ranks import Seat, WarmRanks
 
 from meshloom.comm.group import Work
-from meshloom.comm.shm import ShmGroup
+from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.core.errors import MeshloomError, PeerLostError
 
 pytestmark = pytest.mark.processes

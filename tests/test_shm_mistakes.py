@@ -12,8 +12,8 @@ import torch
 from warm_ranks import Seat, WarmRanks
 
 from meshloom.comm.group import Work
-from meshloom.comm.segments import Named
-from meshloom.comm.shm import ShmGroup
+from meshloom.comm.shm.segments import Named
+from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
 
 pytestmark = pytest.mark.processes

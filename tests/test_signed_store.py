@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as dist
 from thread_groups import on_threads
 
-from meshloom.comm import values
-from meshloom.comm.segments import PAGE, Anonymous, Named
-from meshloom.comm.shm import ShmGroup
-from meshloom.comm.signed_store import SignedStore
+from meshloom.comm import objects as values
+from meshloom.comm.network.signed_store import SignedStore
+from meshloom.comm.shm.segments import PAGE, Anonymous, Named
+from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.simulated import SimulatedGroup, simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CollectiveError, DeviceError
 from meshloom.launch.environment import launched_secret
 

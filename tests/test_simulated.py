@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, Turns, run_in_steps
+from meshloom.comm.steps import Steps, Turns, run_in_steps
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 SIZES = [1, 2, 3, 5]

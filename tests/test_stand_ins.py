@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshloom.comm.stand_ins import StandIns
+from meshloom.comm.torch.host_copies import StandIns
 
 
 def test_tensors_of_the_host_stand_for_themselves():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshloom.comm.record import Count
+from meshloom.comm.recording import Count
 from meshloom.report.summary import Traffic, time_shares
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshloom.cli import main
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import ReportError
 from meshloom.core.mesh import Mesh, Place
 from meshloom.pipeline.builders import KINDS, make_schedule

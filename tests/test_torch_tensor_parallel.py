@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.pieces import place, take
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns
+from meshloom.comm.steps import Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -32,7 +33,6 @@ from meshloom.graph.choose import choose
 from meshloom.graph.layout import layout_of
 from meshloom.graph.linears import GatheredLinears
 from meshloom.graph.partition import partition
-from meshloom.graph.pieces import place, take
 from meshloom.graph.placement import INVARIANT
 from meshloom.graph.program import Program
 from meshloom.graph.rates import Rates

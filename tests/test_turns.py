@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from meshloom.comm.turns import Steps, Turns, advance_one, run_in_steps
+from meshloom.comm.steps import Steps, Turns, advance_one, run_in_steps
 from meshloom.core.errors import CollectiveError
 
 

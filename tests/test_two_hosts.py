@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.comm import shm
+from meshloom.comm.shm import shared_memory as shm
 from meshloom.launch import cores
 from meshloom.machine.machine import load
 from tests import two_hosts

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from meshloom.comm.group import Group
+from meshloom.comm.objects import _pickled, agree, collect, on_first, scatter_objects, share
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
-from meshloom.comm.values import _pickled, agree, collect, on_first, scatter_objects, share
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CollectiveError, DataError, PlanError
 
 VALUES = [None, 0, "", "a µ", [1, 2.5, None], {"plan": "dp=4", "steps": [1, 2]}, float("inf"), "x" * 5000]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, run_in_steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.exchange.exchange import Slice
 from meshloom.state.whole import WholeParameters, divide
 

@@ -19,9 +19,9 @@ from typing import Any
 from processes import CONTEXT, RankError
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from meshloom.comm.segments import Files
-from meshloom.comm.shm import Settings, ShmGroup
-from meshloom.comm.shm_window import Window
+from meshloom.comm.shm.segments import Files
+from meshloom.comm.shm.shared_memory import Settings, ShmGroup
+from meshloom.comm.shm.window import Window
 
 MEETING_SECONDS = 30.0
 WINDOW_BYTES = 1 << 20

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshloom import replica
 from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import SimulatedGroup
 from meshloom.comm.windows import Windows
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.group import Group
+from meshloom.comm.torch.c10d import C10dGroup
 
 MODES = ("barrier", "all_reduce", "all_reduce_in_place", "reduce_scatter", "all_gather")
 TIMEOUT = timedelta(seconds=120)
@@ -147,7 +147,7 @@ def open_systems(names: list[str], rank: int, size: int, directory: Path, larges
 
 
 def _open_shm(rank: int, size: int, members: list[str], largest: int) -> System:
-    from meshloom.comm.shm import ShmGroup
+    from meshloom.comm.shm.shared_memory import ShmGroup
 
     world: Any = dist.group.WORLD
     group = ShmGroup(dist.PrefixStore("shm", world.get_group_store()), rank, size, members, timeout=TIMEOUT)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.comm.pieces import take
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.job import Job
 from meshloom.exchange.all_reduce import AllReduce
@@ -30,7 +31,6 @@ from meshloom.graph.landed import with_landing
 from meshloom.graph.landing import InPlace
 from meshloom.graph.layout import layout_of
 from meshloom.graph.partition import Partition, partition
-from meshloom.graph.pieces import take
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import BUILT_IN
 

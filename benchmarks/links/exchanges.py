@@ -17,7 +17,7 @@ from ranks import on_hosts
 from servers import Star
 from torch import Tensor
 
-from meshloom.comm.algorithms import spelled_out
+from meshloom.comm.collectives.explicit import spelled_out
 from meshloom.comm.group import Group
 from meshloom.core.costs import ALGORITHMS, halving_seconds, ring_seconds, server_seconds, tree_seconds
 from meshloom.core.mesh import Mesh

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from overhead import chain, empty_stage
 from torch import Tensor
 
-from meshloom.comm.c10d import C10dGroup
+from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.graph.nodes import Meta
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.run import PipelineRun

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshloom.comm.algorithms import ALGORITHMS, SpelledOutGroup, spelled_out
-from meshloom.comm.c10d import C10dGroup
 from meshloom.comm.carrying import CHUNK_BYTES
+from meshloom.comm.collectives.explicit import ALGORITHMS, SpelledOutGroup, spelled_out
 from meshloom.comm.group import Group
+from meshloom.comm.torch.c10d import C10dGroup
 
 
 def main() -> None:

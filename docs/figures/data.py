@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sketch import EVERYBODY, NOTHING, QUIET, RANKS, Page
 
-from meshloom.comm.ring import ring as steps_of_ring
+from meshloom.comm.collectives.ring import ring as steps_of_ring
 from meshloom.core.plan import Plan
 from meshloom.state.chunks import cut_batch, share_of
 

@@ -14,7 +14,7 @@ from meshloom.asynchronous.replica import Computing
 from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.shares import Shares
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.head import first_state

@@ -13,7 +13,7 @@ from meshloom.asynchronous.parameters import Content
 from meshloom.asynchronous.replica import Computing
 from meshloom.asynchronous.settings import Settings
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan

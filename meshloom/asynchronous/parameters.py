@@ -17,7 +17,7 @@ from torch import Tensor
 from meshloom.asynchronous.division import divide_over_servers
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
 from meshloom.exchange.exchange import Slice
 from meshloom.state.checkpoint import Piece

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshloom.asynchronous.division import divide_over_servers, needs_whole
 from meshloom.asynchronous.parameters import changes_of
-from meshloom.comm.turns import run_in_steps
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.loss import as_sum

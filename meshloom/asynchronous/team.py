@@ -22,8 +22,8 @@ from meshloom.asynchronous.parameters import changes_of
 from meshloom.asynchronous.replica import WorkerReplica
 from meshloom.asynchronous.settings import inner_plan
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps, run_in_steps
-from meshloom.comm.values import scatter_objects
+from meshloom.comm.objects import scatter_objects
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import DataError, JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.mesh import Axis

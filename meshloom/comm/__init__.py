@@ -1,0 +1,1 @@
+"""Groups of ranks: their contract, and what all transports share."""

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
-from meshloom.comm.activity import Activity
 from meshloom.comm.group import Work
+from meshloom.comm.liveness.activity import Activity
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 _GLANCE_SECONDS = 1.0  # after which a waiting rank looks for one that left

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.recording import RecordedGroup
 from meshloom.core.mesh import Axis, Place
 
 

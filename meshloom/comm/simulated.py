@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshloom.comm.carrying import Waits
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.comm.turns import Turns
+from meshloom.comm.steps import Turns
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like best
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Exchange, Give, Slice
 
 

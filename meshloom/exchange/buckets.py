@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, separate
 from meshloom.core.errors import TrainingError
 from meshloom.graph.landing import Room

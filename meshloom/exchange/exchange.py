@@ -23,7 +23,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.graph.landing import Room
 
 Give = Callable[[str, Tensor | None], Steps[None]]  # takes a tensor by the name of its parameter; None: it was not used

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Give
 
 Named = Sequence[tuple[str, nn.Parameter]]

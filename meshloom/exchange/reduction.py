@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets import Bucket
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.buckets import Bucket

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.exchange import Exchange, Give, Slice
 

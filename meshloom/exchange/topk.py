@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets import Bucket
 from meshloom.exchange.error_feedback import ErrorFeedback
 from meshloom.exchange.reduction import Reduction

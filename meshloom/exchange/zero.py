@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.copies import Copies, OneEach, segment

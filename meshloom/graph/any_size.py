@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, share, share_bytes
+from meshloom.comm.objects import collect, share, share_bytes
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.graph.batch_values import fits

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshloom.comm.pieces import Pieces
 from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cuts import Numbers, pieces_of
 from meshloom.graph.forms import alike
 from meshloom.graph.layout import Layout
-from meshloom.graph.pieces import Pieces
 from meshloom.graph.placement import Placement, cut_of
 from meshloom.graph.problem import Held, NoWayError, Problem
 from meshloom.graph.program import Program

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.graph.pieces import Pieces, assemble, embed, owned, place, put, take
+from meshloom.comm.pieces import Pieces, assemble, embed, owned, place, put, take
 
 Kind = Literal["invariant", "partial", "part"]
 

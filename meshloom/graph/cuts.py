@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from meshloom.comm.pieces import Interval, Pieces, Runs
 from meshloom.graph.axes import Axis, Key, Strip
 from meshloom.graph.layout import Axes, Layout, axes_in
-from meshloom.graph.pieces import Interval, Pieces, Runs
 from meshloom.graph.placement import Cut, Part, Placement, even_parts, shared_parts
 from meshloom.graph.routes import Route, key_of
 

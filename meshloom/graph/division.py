@@ -9,8 +9,9 @@ import hashlib
 from collections.abc import Mapping
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, on_first, share
+from meshloom.comm.objects import collect, on_first, share
+from meshloom.comm.pieces import Pieces
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, PlanError
 from meshloom.core.timings import Timings
 from meshloom.graph.choose import (
@@ -28,7 +29,6 @@ from meshloom.graph.choose import (
 from meshloom.graph.forms import alike
 from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.partition import Partition, Routed, partition
-from meshloom.graph.pieces import Pieces
 from meshloom.graph.program import Program
 from meshloom.graph.rules.table import rules_with
 from meshloom.graph.stored import Stored

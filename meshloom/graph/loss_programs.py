@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import on_first, share
+from meshloom.comm.objects import on_first, share
+from meshloom.comm.pieces import Pieces
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.timings import Timings
@@ -22,7 +23,6 @@ from meshloom.graph.forms import alike
 from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.newest import Newest
 from meshloom.graph.partition import Routed
-from meshloom.graph.pieces import Pieces
 from meshloom.graph.precision import default_precision
 from meshloom.graph.program import Program
 from meshloom.graph.programs import Programs

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from meshloom.comm.pieces import Pieces, Runs
 from meshloom.graph.axes import Key
 from meshloom.graph.choose import Choice, Held
 from meshloom.graph.collectives import Joint, Transition
@@ -17,7 +18,6 @@ from meshloom.graph.cuts import pieces_of, route_of, runs_of
 from meshloom.graph.fuse import with_gathered_layers
 from meshloom.graph.layout import Axes, axes_of
 from meshloom.graph.nodes import Meta, Node, Ref, Variable, contiguous_strides, refs_in
-from meshloom.graph.pieces import Pieces, Runs
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
 from meshloom.graph.price import is_same, kind_of
 from meshloom.graph.program import Program

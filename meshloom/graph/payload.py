@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from meshloom.comm.pieces import Pieces, owned
 from meshloom.graph.collectives import Kind
-from meshloom.graph.pieces import Pieces, owned
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from meshloom.graph.pieces import Interval
+from meshloom.comm.pieces import Interval
 
 
 @dataclass(frozen=True, kw_only=True)

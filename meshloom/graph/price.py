@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from meshloom.comm.pieces import Pieces, whole
 from meshloom.graph.collectives import Kind
 from meshloom.graph.nodes import Meta
 from meshloom.graph.payload import elements_of_change, elements_of_gather
-from meshloom.graph.pieces import Pieces, whole
 from meshloom.graph.placement import PARTIAL, Part, Placement
 from meshloom.graph.rates import Rates
 from meshloom.graph.rules.factors import Talk

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from meshloom.comm.pieces import Pieces
 from meshloom.core.errors import PlanError
 from meshloom.core.units import amount
 from meshloom.graph.axes import Axis
@@ -27,7 +28,6 @@ from meshloom.graph.layout import Layout
 from meshloom.graph.least import Floats
 from meshloom.graph.limited import LimitError, cheapest_within
 from meshloom.graph.nodes import Node
-from meshloom.graph.pieces import Pieces
 from meshloom.graph.pins import Pins
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
 from meshloom.graph.price import change_seconds, kind_of, talk_seconds

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, share, share_bytes
+from meshloom.comm.objects import collect, share, share_bytes
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.timings import Timings

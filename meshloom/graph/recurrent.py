@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshloom.comm.group import Group
+from meshloom.comm.pieces import Pieces, Runs, take, whole
 from meshloom.core.random import seed_torch
 from meshloom.graph.calls import keyed
 from meshloom.graph.collectives import Transition
 from meshloom.graph.draws import seed_of_draw
 from meshloom.graph.payload import Collective, elements_of_change
-from meshloom.graph.pieces import Pieces, Runs, take, whole
 
 RecurrentKind = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 NUM_GATES: dict[RecurrentKind, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}

@@ -12,10 +12,10 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
+from meshloom.comm.pieces import Pieces, Runs
 from meshloom.graph.axes import Axis, Key
 from meshloom.graph.cuts import Numbers, rows_expected, runs_in, stretch_of
 from meshloom.graph.layout import Axes
-from meshloom.graph.pieces import Pieces, Runs
 from meshloom.graph.placement import Cut
 
 

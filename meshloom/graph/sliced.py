@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from meshloom.comm.pieces import Pieces, Runs, place, take
 from meshloom.core.random import seed_torch
 from meshloom.graph.draws import seed_of_draw
-from meshloom.graph.pieces import Pieces, Runs, place, take
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from meshloom.comm.pieces import owned, whole
 from meshloom.graph.collectives import Transition
 from meshloom.graph.gathered import GatheredLayers
 from meshloom.graph.nodes import Meta, Node, refs_in
 from meshloom.graph.operators import CrossEntropyOfPart
 from meshloom.graph.partition import Partition
 from meshloom.graph.payload import Collective, elements_of_change, elements_of_gather, elements_of_sum
-from meshloom.graph.pieces import owned, whole
 from meshloom.graph.program import Program
 from meshloom.graph.recurrent import RecurrentOfPart
 from meshloom.graph.softmax import LogSoftmaxOfPart

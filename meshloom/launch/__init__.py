@@ -8,7 +8,7 @@
 While `run_ranks` runs there are the launcher, N ranks, each the leader of a session (and so of a process group, to which its data workers
 belong), and a guard: a few lines of Python that hold a pipe from the launcher and kill the groups when it closes, because a
 launcher that is killed with -9 cannot. Each rank holds a pipe to the launcher, on which it says that it is joining, has
-joined, or has failed and why; what it is doing it writes to a page of memory that the launcher can read (`comm/activity.py`).
+joined, or has failed and why; what it is doing it writes to a page of memory that the launcher can read (`comm/liveness/activity.py`).
 The store in which ranks meet is the launcher's, on a port that the kernel picked.
 
     wording.py       how ranks and counts are written          opening.py       open_world: which of the next two

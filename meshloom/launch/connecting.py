@@ -8,12 +8,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from meshloom.comm.activity import Activity
-from meshloom.comm.algorithms import SpelledOutGroup, spelled_out
-from meshloom.comm.c10d import C10dGroup
+from meshloom.comm.collectives.explicit import SpelledOutGroup, spelled_out
 from meshloom.comm.group import Group
-from meshloom.comm.hosts import HostsGroup, HostsParts
-from meshloom.comm.shm import ShmGroup
+from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.network.hosts import HostsGroup, HostsParts
+from meshloom.comm.shm.shared_memory import ShmGroup
+from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.mesh import Mesh
 from meshloom.launch.transport import Hosts, Transports
 from meshloom.launch.wording import rank_name

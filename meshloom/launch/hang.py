@@ -1,6 +1,6 @@
 """Finds the rank that hangs: it computes far longer than it ever did, or was stopped, and the others wait for it.
 
-The launcher looks a few times a second at what each rank says that it does (`comm/activity.py`) and at what the system says of its process.
+The launcher looks a few times a second at what each rank says that it does (`comm/liveness/activity.py`) and at what the system says of its process.
 A run that is slow, on a machine under load, or held up together with the launcher is none that hangs:
 
     only in an action of a pipeline whose usual time is known, after the first steps; never in reading, saving, evaluating, or the user's own code
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshloom.comm.activity import Snapshot
+from meshloom.comm.liveness.activity import Snapshot
 from meshloom.core.mesh import Mesh
 from meshloom.launch.wording import capital, rank_name
 

@@ -18,11 +18,11 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from meshloom.comm.activity import PAGE_BYTES, Activity, is_page
-from meshloom.comm.record import RecordedGroup
-from meshloom.comm.shm import why_not
-from meshloom.comm.signed_store import SignedStore
-from meshloom.comm.turns import Turns
+from meshloom.comm.liveness.activity import PAGE_BYTES, Activity, is_page
+from meshloom.comm.network.signed_store import SignedStore
+from meshloom.comm.recording import RecordedGroup
+from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError, PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.launch.connecting import Connections

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from meshloom.comm.algorithms import spelled_out
+from meshloom.comm.collectives.explicit import spelled_out
 from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Turns
+from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Axis, Mesh
 from meshloom.launch.devices import Kind

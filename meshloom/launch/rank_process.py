@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from meshloom.comm.activity import PAGE_BYTES, Snapshot, new_page, read
+from meshloom.comm.liveness.activity import PAGE_BYTES, Snapshot, new_page, read
 from meshloom.launch.environment import with_report
 from meshloom.launch.failure import Failure
 from meshloom.launch.telling import STACK_SIGNAL

@@ -1,7 +1,7 @@
 """What the ranks of each group talk through, as follows from where they run: shared memory, Gloo, or shared memory within each of several hosts.
 
 all on one host              through shared memory
-k > 1 on each of n hosts     through shared memory within a host, over Gloo between hosts (comm/hosts.py)
+k > 1 on each of n hosts     through shared memory within a host, over Gloo between hosts (comm/network/hosts.py)
 anything else                over Gloo
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from meshloom.comm.signed_store import SignedStore
+from meshloom.comm.network.signed_store import SignedStore
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
 from meshloom.launch.wording import counted, rank_name

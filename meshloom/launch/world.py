@@ -10,10 +10,10 @@ from types import TracebackType
 
 import torch
 
-from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
-from meshloom.comm.turns import Turns
+from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.recording import RecordedGroup
+from meshloom.comm.steps import Turns
 from meshloom.core.mesh import Axis, Mesh, Place
 from meshloom.launch.devices import Kind
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, on_first, share
+from meshloom.comm.objects import collect, on_first, share
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.plan import Plan

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.algorithms import spelled_out
+from meshloom.comm.collectives.explicit import spelled_out
 from meshloom.comm.group import Group
-from meshloom.comm.hosts import HostsGroup
-from meshloom.comm.record import RecordedGroup
-from meshloom.comm.shm import ShmGroup
+from meshloom.comm.network.hosts import HostsGroup
+from meshloom.comm.recording import RecordedGroup
+from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes, windows_of
 from meshloom.machine.links import COLLECTIVES, Collective, Link, Where, fit_link
 from meshloom.planner.timing import now, typical

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import torch
 
-from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.turns import Steps, Turns
+from meshloom.comm.steps import Steps, Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.mesh import AXES, Axis, Mesh, Place

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from meshloom.comm.clocks import clock_offsets
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect
+from meshloom.comm.network.clocks import clock_offsets
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import ReportError
 from meshloom.core.mesh import Place
 from meshloom.pipeline.schedule import Schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshloom.comm.record import Count
+from meshloom.comm.recording import Count
 
 
 @dataclass(frozen=True)

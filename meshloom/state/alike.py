@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.state.digest import digest
 from meshloom.state.homes import held
 from meshloom.state.model import state_of

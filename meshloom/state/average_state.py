@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.state.json_values import NotPlainError, from_json, to_json
 from meshloom.state.optimizer_state import Held, place_state

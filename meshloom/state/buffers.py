@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.state.chunk_writes import ChunkWrites
 from meshloom.state.norm_statistics import NormStatistics, norm_buffers, tracks
 from meshloom.state.recurrence import Unite

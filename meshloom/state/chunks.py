@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.core.plan import Plan
 
 

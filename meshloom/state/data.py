@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import agree
+from meshloom.comm.objects import agree
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.state.model import replace_tensors
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from meshloom.comm.objects import collect, share
 from meshloom.comm.seat import Seat
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, share
+from meshloom.comm.steps import Steps
 from meshloom.exchange.proportion import propose
 from meshloom.state.pace import Pace
 from meshloom.state.shares import Shares

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.core.compiled import named_as_written
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.mesh import Axis

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.state.layout import Piece
 from meshloom.state.optimizer_state import Held, StatePart
 from meshloom.state.shards import Shards

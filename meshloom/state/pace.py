@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshloom.comm.record import RecordedGroup
+from meshloom.comm.recording import RecordedGroup
 from meshloom.exchange.proportion import EVERY_STEPS
 
 LEAST_STEPS = 3  # a median of fewer may be that of a first step, in which much is made ready

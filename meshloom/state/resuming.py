@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, on_first, share
+from meshloom.comm.objects import collect, on_first, share
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 from meshloom.state.checkpoint import Checkpoint
 from meshloom.state.layout import META, MODEL, piece_name

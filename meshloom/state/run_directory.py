@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, share
+from meshloom.comm.objects import collect, share
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 from meshloom.state.layout import committed, step_directories
 from meshloom.state.saving import try_saving

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect, share
+from meshloom.comm.objects import collect, share
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 from meshloom.state.layout import (
     META,

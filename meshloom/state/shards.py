@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from meshloom.comm import pieces as moves
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.graph import pieces as moves
-from meshloom.graph.pieces import Pieces
+from meshloom.comm.pieces import Pieces
+from meshloom.comm.steps import Steps
 from meshloom.state.model import replace_tensors
 from meshloom.state.tensor_file import Entry, Stream, widest_first
 

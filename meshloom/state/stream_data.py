@@ -17,8 +17,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import scatter_objects
+from meshloom.comm.objects import scatter_objects
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import scatter_objects, share
+from meshloom.comm.objects import scatter_objects, share
+from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.state.chunks import Chunk, Reader

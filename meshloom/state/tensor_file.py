@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
 # What the format calls a dtype.

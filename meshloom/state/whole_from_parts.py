@@ -19,10 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from meshloom.comm import pieces as moves
 from meshloom.comm.group import Work
-from meshloom.comm.turns import Steps
-from meshloom.graph import pieces as moves
-from meshloom.graph.pieces import Pieces
+from meshloom.comm.pieces import Pieces
+from meshloom.comm.steps import Steps
 from meshloom.state.shards import Shards
 
 _Way = Literal["to keeper", "back"]

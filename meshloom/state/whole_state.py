@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
 from meshloom.graph.placement import even_parts
 from meshloom.state.layout import Piece
 from meshloom.state.optimizer_state import StatePart

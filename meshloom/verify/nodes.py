@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from meshloom.comm.pieces import Pieces, take
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.graph.choose import Choice
 from meshloom.graph.cuts import pieces_of, route_of
@@ -26,7 +27,6 @@ from meshloom.graph.lines import describe_line
 from meshloom.graph.lockstep import run_in_lockstep
 from meshloom.graph.nodes import Node
 from meshloom.graph.partition import Partition
-from meshloom.graph.pieces import Pieces, take
 from meshloom.graph.placement import PARTIAL, Part, cut_of
 
 TOLERANCE = 1e-9  # of float64, in which both run; rounding of the deepest families stays below 1e-12

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import collect
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshloom.comm.pieces import Runs
 from meshloom.graph.payload import Collective
-from meshloom.graph.pieces import Runs
 
 
 @dataclass(frozen=True)

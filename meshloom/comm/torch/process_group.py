@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshloom.comm.group import Work
-from meshloom.comm.one_host import check_one_host
-from meshloom.comm.shm import ShmGroup
+from meshloom.comm.network.one_host import check_one_host
+from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.sparse_sum import SparseSum
-from meshloom.comm.stand_ins import StandIns
-from meshloom.comm.torch_calls import collective, op_of, scaled
-from meshloom.comm.torch_devices import OtherBackends
-from meshloom.comm.torch_work import Completer, ShmReceived, ShmWork
+from meshloom.comm.torch.async_work import Completer, ShmReceived, ShmWork
+from meshloom.comm.torch.device_groups import OtherBackends
+from meshloom.comm.torch.host_copies import StandIns
+from meshloom.comm.torch.process_group_calls import collective, op_of, scaled
 from meshloom.core.errors import CollectiveError
 
 _ProcessGroup: Any = dist.ProcessGroup

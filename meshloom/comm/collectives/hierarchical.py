@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshloom.comm.collectives.ring import all_gather, scatter_reduce
 from meshloom.comm.moves import AllReduceMoves, divided, moved
-from meshloom.comm.ring import all_gather, scatter_reduce
 
 
 def hierarchical(rank: int, hosts: Sequence[int], num_elements: int) -> AllReduceMoves:

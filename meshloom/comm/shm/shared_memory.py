@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshloom.comm.activity import Activity
-from meshloom.comm.calls import (
+from meshloom.comm.contiguous import one_after_another, to_read, to_write
+from meshloom.comm.group import Group, Work
+from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.shm.engine_calls import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -39,21 +41,19 @@ from meshloom.comm.calls import (
     Op,
     describe,
 )  # fmt: skip
-from meshloom.comm.contiguous import one_after_another, to_read, to_write
-from meshloom.comm.group import Group, Work
-from meshloom.comm.meeting import Meeting
-from meshloom.comm.peers import Peers
-from meshloom.comm.segments import Files, free_bytes, too_little
-from meshloom.comm.shm_failures import Failures
-from meshloom.comm.shm_window import Window, share_memory
+from meshloom.comm.shm.failures import Failures
+from meshloom.comm.shm.peers import Peers
+from meshloom.comm.shm.rendezvous import Meeting
+from meshloom.comm.shm.segments import Files, free_bytes, too_little
+from meshloom.comm.shm.window import Window, share_memory
 from meshloom.core.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 from meshloom.machine.cores import cores
 
 if TYPE_CHECKING:
-    from meshloom.comm._engine import Handle
+    from meshloom.comm.shm._engine import Handle
 
 try:
-    from meshloom.comm import _engine
+    from meshloom.comm.shm import _engine
 except ImportError:  # installed without a compiler
     _engine = None
 

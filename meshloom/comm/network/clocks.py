@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
-from meshloom.comm.values import share
+from meshloom.comm.objects import share
+from meshloom.comm.steps import Steps
 
 ROUND_TRIPS = 15
 

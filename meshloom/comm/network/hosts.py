@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.mean import divide
 from meshloom.comm.patience import BackgroundWork, Patience
 from meshloom.comm.phases import PhasedLine, Phases

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshloom.comm.calls import Op
-from meshloom.comm.torch_work import TransportError
+from meshloom.comm.shm.engine_calls import Op
+from meshloom.comm.torch.async_work import TransportError
 from meshloom.core.errors import MeshloomError
 
 _Kind: Any = dist.ReduceOp.RedOpType

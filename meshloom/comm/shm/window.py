@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.segments import Files, map_file, too_little
+from meshloom.comm.shm.segments import Files, map_file, too_little
 from meshloom.core.errors import CollectiveError, MeshloomError
 
 

@@ -1,6 +1,6 @@
 """The shared-memory transport as a backend of torch.distributed: DDP, FSDP2, DTensor, pipelining and checkpoints run on it unchanged.
 
-    import meshloom.comm.torch_backend
+    import meshloom.comm.torch.backend
     torch.distributed.init_process_group("shm")                  or "cpu:shm,cuda:nccl"
 
 For the ranks of one host. Tensors on a GPU travel through pinned host memory, so that several ranks may share one GPU.
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshloom.comm.shm import why_not
-from meshloom.comm.torch_group import ShmProcessGroup
+from meshloom.comm.shm.shared_memory import why_not
+from meshloom.comm.torch.process_group import ShmProcessGroup
 from meshloom.core.errors import DeviceError
 
 __all__ = ["ShmProcessGroup"]

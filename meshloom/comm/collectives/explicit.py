@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshloom.comm.activity import Activity
 from meshloom.comm.background import Background
 from meshloom.comm.carrying import CHUNK_BYTES, Waits, carry_out, combine, in_chunks
+from meshloom.comm.collectives.halving import doubling_all_gather, halving, halving_reduce_scatter
+from meshloom.comm.collectives.hierarchical import hierarchical
+from meshloom.comm.collectives.ring import all_gather as ring_all_gather
+from meshloom.comm.collectives.ring import ring, scatter_reduce
+from meshloom.comm.collectives.tree import tree, tree_broadcast
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.comm.halving import doubling_all_gather, halving, halving_reduce_scatter
-from meshloom.comm.hierarchical import hierarchical
+from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.moves import AllReduceMoves, Move, divided
 from meshloom.comm.patience import Patience
-from meshloom.comm.ring import all_gather as ring_all_gather
-from meshloom.comm.ring import ring, scatter_reduce
 from meshloom.comm.simulated import SimulatedGroup
-from meshloom.comm.tree import tree, tree_broadcast
 from meshloom.core.costs import ALGORITHMS
 from meshloom.core.errors import CollectiveError
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.turns import Steps
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import CollectiveError, DataError, MeshloomError
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
     """Rank `source`'s JSON value, on every rank (what the others hand in is ignored). Tuples come back as lists, on the source too.
 
     >>> from meshloom.comm.simulated import simulated_groups
-    >>> from meshloom.comm.turns import run_in_steps
+    >>> from meshloom.comm.steps import run_in_steps
     >>> run_in_steps([share(group, {"step": 3} if group.rank == 0 else None) for group in simulated_groups(2)])
     [{'step': 3}, {'step': 3}]
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from meshloom.comm.group import Work
-from meshloom.comm.stand_ins import StandIns
+from meshloom.comm.torch.host_copies import StandIns
 from meshloom.core.errors import MeshloomError
 
 _DistWork: Any = dist.Work

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshloom.comm.calls import ABORTED, MISMATCH, OUTSIDE, call_of, tensor_of
+from meshloom.comm.shm.engine_calls import ABORTED, MISMATCH, OUTSIDE, call_of, tensor_of
 from meshloom.core.errors import ABORTED as HAS_ABORTED
 from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
 
 if TYPE_CHECKING:
-    from meshloom.comm._engine import Handle
+    from meshloom.comm.shm._engine import Handle
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from meshloom.comm.segments import Anonymous, Files, Named, map_file
-from meshloom.comm.signed_store import SignedStore
+from meshloom.comm.network.signed_store import SignedStore
+from meshloom.comm.shm.segments import Anonymous, Files, Named, map_file
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 _NO_SPACE = os.strerror(errno.ENOMEM)

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshloom.comm.activity import Activity
 from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.liveness.notes import Notes
 from meshloom.comm.mean import divide
-from meshloom.comm.notes import Notes
 from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError
 
 # torch 2.13 renamed these two and warns about the old names.

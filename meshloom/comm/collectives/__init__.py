@@ -1,0 +1,1 @@
+"""All-reduce spelled out on messages: ring, tree, halving, hierarchical."""

@@ -1,0 +1,1 @@
+"""What other processes can know of a rank: what it does, and what it left to say."""

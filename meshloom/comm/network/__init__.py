@@ -1,0 +1,1 @@
+"""Ranks on several hosts: who runs where, whom a rank believes, how far clocks are apart."""

@@ -1,0 +1,1 @@
+"""Groups over torch.distributed, and shared memory as a backend of it."""
