@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import meshloom as ml
 from meshloom.graph.chosen import account_of, text_of
-from meshloom.graph.cost import costs
+from meshloom.program.cost.cost import costs
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
 

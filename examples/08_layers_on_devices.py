@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import meshloom as ml
-from meshloom.graph.rates import rates_here
+from meshloom.program.cost.rates import rates_here
 from meshloom.replica import Replica
 
 WIDTH = 1024  # features that go from the first part to the second

@@ -29,19 +29,19 @@ from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
 from meshloom.exchange.exchange import Exchange, Give
-from meshloom.graph.batch_values import check_following
 from meshloom.graph.division import Division
-from meshloom.graph.landing import InPlace
-from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import LossPrograms
-from meshloom.graph.nodes import Node
-from meshloom.graph.outside import Outside
 from meshloom.graph.stages import Stage
-from meshloom.graph.stored import Stored
 from meshloom.pipeline.microbatches import Microbatches
 from meshloom.pipeline.run import Listener
 from meshloom.pipeline.schedule import Action
 from meshloom.pipeline.staging import Staging
+from meshloom.program.capture.batch_values import check_following
+from meshloom.program.capture.outside import Outside
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.nodes import Node
+from meshloom.program.operators.fused_grad_accumulation import InPlace
+from meshloom.program.store.stored import Stored
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.data import to_device
 from meshloom.state.digest import digest

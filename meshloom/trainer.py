@@ -30,10 +30,10 @@ from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
-from meshloom.graph.precision import default_precision
-from meshloom.graph.stored import Stored
 from meshloom.launch import StopRequests, World, cache_directory, launched_plan, open_world, report_stop, tell
 from meshloom.pipeline.recorder import Recorder
+from meshloom.program.store.stored import Stored
+from meshloom.program.trace.precision import default_precision
 from meshloom.replica import Replica, StepResult
 from meshloom.report.idle import idle_lines
 from meshloom.report.progress import Listener, Progress, Summary

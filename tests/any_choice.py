@@ -39,14 +39,14 @@ from meshloom.graph.choose import Choice, choose
 from meshloom.graph.intervals import Intervals
 from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.least import Floats
-from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import shapes_of
 from meshloom.graph.partition import Partition, partition
-from meshloom.graph.program import Program
-from meshloom.graph.programs import Programs
-from meshloom.graph.rates import Rates
 from meshloom.graph.repeats import Repeats
 from meshloom.graph.rules.table import Rules
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.store.programs import Programs
 from meshloom.verify.run import verify
 from tests.any_jobs import SMALL, job_of
 from tests.division import at_random

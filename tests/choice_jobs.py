@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from meshloom.core.job import Job
 from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.rules.table import BUILT_IN
-from meshloom.graph.shapes import capture_shapes
+from meshloom.program.capture.shapes import capture_shapes
 
 LENGTH, WIDTH, VOCABULARY = 6, 16, 30
 

@@ -25,9 +25,9 @@ import meshloom.graph.division
 from meshloom.asynchronous import run as asynchronous_run
 from meshloom.core.mesh import Mesh
 from meshloom.core.random import seed_everything
-from meshloom.graph.rates import Rates
 from meshloom.launch import World, opening
 from meshloom.launch.one_process import world_in_one_process
+from meshloom.program.cost.rates import Rates
 
 GRACE_SECONDS = 5.0  # for what is ending by itself when the test returns
 collect_ignore = ["words_job.py"]  # it reads the program's words as it is imported, as people's files do, and here they are pytest's

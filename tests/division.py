@@ -20,18 +20,18 @@ from torch.utils.data import default_collate
 from meshloom.comm.pieces import Pieces
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
-from meshloom.graph.capture import capture
 from meshloom.graph.choose import Choice, Rates, choose
 from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of
 from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.lockstep import run_in_lockstep
-from meshloom.graph.nodes import Node
 from meshloom.graph.partition import Partition, partition
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
-from meshloom.graph.precision import build_model, default_precision, in_precision
-from meshloom.graph.program import Program
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.strategies import Strategy, strategies_of
+from meshloom.program.capture.capture import capture
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
+from meshloom.program.trace.precision import build_model, default_precision, in_precision
 
 SEED = 3
 RATES = Rates(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from meshloom.graph.capture import capture
 from meshloom.planner.measure import measure_memory
 from meshloom.planner.memory import Memory, predict_memory
+from meshloom.program.capture.capture import capture
 from tests.memory_jobs import CASES, SETTINGS, case_of
 
 FILE = Path(__file__).parents[1] / "docs" / "memory.md"

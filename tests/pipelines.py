@@ -20,14 +20,14 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
-from meshloom.graph.capture import capture
-from meshloom.graph.leaves import leaves_of
-from meshloom.graph.precision import build_model, default_precision, in_precision
-from meshloom.graph.program import Program
 from meshloom.graph.stages import Stage, cut_into_stages
 from meshloom.pipeline.run import Listener, PipelineRun
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.stage import StageRun
+from meshloom.program.capture.capture import capture
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.trace.precision import build_model, default_precision, in_precision
 
 FLOOR = 1e-3  # of the largest gradient's norm: what is smaller is compared with that
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.graph.calls import out_of_place
+from meshloom.program.ir.callables import out_of_place
 
 
 @dataclass(frozen=True)

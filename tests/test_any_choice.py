@@ -15,7 +15,7 @@ import meshloom.graph.division
 import meshloom.pipeline.staging
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.rates import Rates
+from meshloom.program.cost.rates import Rates
 from meshloom.verify.run import verify
 from tests.any_choice import Outcome, Pair, Readings, outcome_of, pair_of, random_rates
 from tests.any_jobs import SMALL

@@ -12,13 +12,13 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from meshloom.graph.axes import Axis
-from meshloom.graph.contexts import Context
 from meshloom.graph.cuts import Numbers, candidates, covers, numbers_of, pieces_of
 from meshloom.graph.layout import Layout, layout_of
-from meshloom.graph.nodes import Input, Meta, Node, Ref, contiguous_strides
-from meshloom.graph.program import Program
 from meshloom.graph.rules.factors import Term, labels_in
 from meshloom.graph.rules.table import BUILT_IN
+from meshloom.program.ir.contexts import Context
+from meshloom.program.ir.nodes import Input, Meta, Node, Ref, contiguous_strides
+from meshloom.program.ir.program import Program
 from tests.covering import few
 
 aten = torch.ops.aten

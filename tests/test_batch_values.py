@@ -18,10 +18,10 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Evaluate
 from meshloom.core.plan import Plan
-from meshloom.graph.batch_values import fits, text_of
-from meshloom.graph.leaves import leaves_of
-from meshloom.graph.programs import MOST, Programs, _key
-from meshloom.graph.transfer import pack, unpack
+from meshloom.program.capture.batch_values import fits, text_of
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.transfer import pack, unpack
+from meshloom.program.store.programs import MOST, Programs, _key
 from meshloom.report.progress import Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

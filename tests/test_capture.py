@@ -17,10 +17,10 @@ from torch.utils.data import default_collate
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, seed_everything
-from meshloom.graph.capture import capture, capture_module
-from meshloom.graph.check import check_against_eager, check_against_module
-from meshloom.graph.leaves import leaves_of
-from meshloom.graph.program import Program
+from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.capture.check import check_against_eager, check_against_module
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.program import Program
 
 ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
 # Where transformers itself runs other kernels while it is traced (an explicit causal mask), the last bits differ; so does the sum of a

@@ -21,17 +21,17 @@ from meshloom.comm.pieces import Pieces
 from meshloom.core.errors import PlanError
 from meshloom.graph.change import cost_of
 from meshloom.graph.choose import Choice, choice_of_numbers, choose, numbers_of_choice
-from meshloom.graph.cost import costs
 from meshloom.graph.integers import cheapest_integers
 from meshloom.graph.layout import Layout
 from meshloom.graph.partition import partition
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Part, Placement
 from meshloom.graph.price import change_seconds
 from meshloom.graph.problem import Problem
-from meshloom.graph.rates import Rates, default_rates
 from meshloom.graph.repeats import Repeats
 from meshloom.graph.strategies import Strategy
 from meshloom.graph.traffic import sent_in_chunk
+from meshloom.program.cost.cost import costs
+from meshloom.program.cost.rates import Rates, default_rates
 from tests.division import RATES, subject_of
 from tests.families import FAMILIES
 

@@ -20,16 +20,16 @@ from meshloom.comm.pieces import take
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
-from meshloom.graph.capture import capture
 from meshloom.graph.choose import choose
 from meshloom.graph.chosen import account_of, text_of
-from meshloom.graph.cost import costs
 from meshloom.graph.layout import Layout, layout_of
-from meshloom.graph.linears import GatheredLinears
 from meshloom.graph.partition import Partition, partition
-from meshloom.graph.rates import Rates, default_rates
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
+from meshloom.program.capture.capture import capture
+from meshloom.program.cost.cost import costs
+from meshloom.program.cost.rates import Rates, default_rates
+from meshloom.program.operators.linears import GatheredLinears
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 FAST = Rates(start_seconds=0.0, latency_seconds=0.0)

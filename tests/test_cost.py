@@ -15,9 +15,9 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from meshloom.core.random import seed_everything
-from meshloom.graph.capture import capture_module
-from meshloom.graph.cost import Kept, by_module, costs, kept_bytes
-from meshloom.graph.program import Program
+from meshloom.program.capture.capture import capture_module
+from meshloom.program.cost.cost import Kept, by_module, costs, kept_bytes
+from meshloom.program.ir.program import Program
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ
 

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.errors import CaptureError, PlanError
-from meshloom.graph.capture import capture_module
-from meshloom.graph.cost import Kept, costs
 from meshloom.graph.cut import UNEVEN, CutChoice, choose_cuts
 from meshloom.graph.intervals import Intervals
-from meshloom.graph.leaves import leaves_of
-from meshloom.graph.nodes import Node
-from meshloom.graph.precision import build_model, default_precision
-from meshloom.graph.program import Program
-from meshloom.graph.rates import Rates
 from meshloom.graph.stages import Stage, cut_into_stages
-from meshloom.graph.work import Work
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.check import held_by_stage, most_in_flight
 from meshloom.pipeline.simulate import step_seconds
+from meshloom.program.capture.capture import capture_module
+from meshloom.program.cost.cost import Kept, costs
+from meshloom.program.cost.operator_seconds import Work
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
+from meshloom.program.trace.precision import build_model, default_precision
 from tests.covering import few
 from tests.test_stages import family
 

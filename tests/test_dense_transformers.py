@@ -21,9 +21,9 @@ import meshloom.staged
 from meshloom.comm.recording import Count
 from meshloom.core.job import Job
 from meshloom.graph.division import Division
-from meshloom.graph.linears import GatheredLinears
-from meshloom.graph.rates import Rates
 from meshloom.graph.traffic import Sent, sent_at_the_end, sent_in_chunk
+from meshloom.program.cost.rates import Rates
+from meshloom.program.operators.linears import GatheredLinears
 from meshloom.trainer import Trainer
 from tests.families.family import own_loss
 from tests.jobs import Samples

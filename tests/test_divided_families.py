@@ -19,14 +19,14 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.capture import capture
 from meshloom.graph.choose import Choice
 from meshloom.graph.cuts import candidates
 from meshloom.graph.layout import layout_of
 from meshloom.graph.placement import Cut, Part
-from meshloom.graph.precision import default_precision, in_precision
 from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.uses import Uses
+from meshloom.program.capture.capture import capture
+from meshloom.program.trace.precision import default_precision, in_precision
 from meshloom.verify.run import verify
 from tests.covering import in_turn
 from tests.division import at_random

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-import meshloom.graph.collectives
-import meshloom.graph.gathered
 import meshloom.graph.layout
+import meshloom.program.operators.collectives
+import meshloom.program.operators.gathered
 from meshloom.comm.pieces import place
 from meshloom.core.plan import Plan
 from meshloom.verify import nodes
@@ -22,7 +22,7 @@ from meshloom.verify.run import verify
 from tests.jobs import make_job
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
-COLLECTIVES: Any = meshloom.graph.collectives
+COLLECTIVES: Any = meshloom.program.operators.collectives
 
 
 def report_of(model: str = "mlp", plan: str = "tp=2,tp_placements=first:column+second:row") -> Report:
@@ -56,7 +56,7 @@ def test_an_exchange_that_is_wrong_is_told_from_a_wrong_program(monkeypatch: pyt
         found = right(change, group, value)
         return found if change.source == "invariant" else 1.5 * found
 
-    monkeypatch.setattr(meshloom.graph.collectives, "_value", wrong)
+    monkeypatch.setattr(meshloom.program.operators.collectives, "_value", wrong)
     report = report_of("gpt", "tp=2")
     assert not report.passed
     assert any("what they send each other is not" in cause.sentence for cause in report.causes)
@@ -71,8 +71,8 @@ def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.Mon
         return [place(change.after, rank, each).clone() for rank, each in enumerate(gradients)]
 
     # The same mistake where all ranks run at once, and where each runs its own layers.
-    monkeypatch.setattr(meshloom.graph.collectives, "_gradients", wrong)
-    monkeypatch.setattr(meshloom.graph.gathered, "start_sum_back", lambda change, group, value, *, ours=False: lambda: value)
+    monkeypatch.setattr(meshloom.program.operators.collectives, "_gradients", wrong)
+    monkeypatch.setattr(meshloom.program.operators.gathered, "start_sum_back", lambda change, group, value, *, ours=False: lambda: value)
     report = report_of("gpt", "tp=2")
     assert not report.passed
     assert any("backward, the first gradient that differs" in cause.sentence for cause in report.causes)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import CaptureError
-from meshloom.graph.check import check_against_eager
-from meshloom.graph.nodes import Node, Ref
-from meshloom.graph.program import Program
+from meshloom.program.capture.check import check_against_eager
+from meshloom.program.ir.nodes import Node, Ref
+from meshloom.program.ir.program import Program
 from tests.covering import in_turn
 from tests.families import FAMILIES
 from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED, NOT_READ

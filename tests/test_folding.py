@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
-from meshloom.graph.folding import Folding
-from meshloom.graph.program import Program
-from meshloom.graph.programs import Programs
-from meshloom.graph.shapes import capture_shapes
+from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.ir.program import Program
+from meshloom.program.store.programs import Programs
+from meshloom.program.trace.folding import Folding
 from meshloom.state.samples import first_batches
 from tests.covering import few
 from tests.families import FAMILIES
@@ -43,7 +43,7 @@ def whole(read: Callable[[bool], Program]) -> Program:
 def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tuple[Program, Program]:
     folded = capture_shapes(job, batch, small=2**22)
     with monkeypatch.context() as patched:
-        patched.setattr("meshloom.graph.shapes.folded", whole)
+        patched.setattr("meshloom.program.capture.shapes.folded", whole)
         return folded, capture_shapes(job, batch, small=2**22)
 
 

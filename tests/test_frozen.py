@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.errors import CaptureError
-from meshloom.graph.capture import capture, capture_module
-from meshloom.graph.frozen import line_that_changes
+from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.trace.frozen import line_that_changes
 from meshloom.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

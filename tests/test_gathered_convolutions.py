@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from meshloom.core.job import Job
-from meshloom.graph.convolutions import GatheredConvolutions
+from meshloom.program.operators.convolutions import GatheredConvolutions
 from meshloom.trainer import Trainer
 from tests.division import at_random, compare, subject_of
 

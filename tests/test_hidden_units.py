@@ -11,7 +11,7 @@ import torch
 from choice_jobs import job_of
 from torch import Tensor, nn
 
-from meshloom.graph.recurrent import RecurrentOfPart
+from meshloom.program.operators.recurrent_shards import RecurrentOfPart
 from tests.division import Subject, at_random, compare, subject_of
 from tests.sent import counted, predicted
 

@@ -21,12 +21,12 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
-from meshloom.graph.capture import capture
-from meshloom.graph.collectives import Transition
-from meshloom.graph.landed import LandedLinear, with_landing
-from meshloom.graph.landing import InPlace, Room
-from meshloom.graph.linears import GatheredLinears
 from meshloom.pipeline.later import Later
+from meshloom.program.capture.capture import capture
+from meshloom.program.operators.collectives import Transition
+from meshloom.program.operators.fused_grad_accumulation import InPlace, Room
+from meshloom.program.operators.linears import GatheredLinears
+from meshloom.program.run.with_fused_accumulation import LandedLinear, with_landing
 from tests.covering import few
 from tests.exchange_world import KINDS, assert_same, gathered
 

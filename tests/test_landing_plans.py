@@ -14,9 +14,9 @@ from torch.utils.data import default_collate
 import meshloom.pipeline.stage
 import tests.pipelines
 from meshloom.core.plan import Plan
-from meshloom.graph.landed import LandedLinear, with_landing
-from meshloom.graph.landing import InPlace, Room
 from meshloom.pipeline.builders import make_schedule
+from meshloom.program.operators.fused_grad_accumulation import InPlace, Room
+from meshloom.program.run.with_fused_accumulation import LandedLinear, with_landing
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES

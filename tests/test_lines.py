@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from meshloom.graph.lines import Place, place_here, place_of_error
+from meshloom.program.ir.lines import Place, place_here, place_of_error
 
 
 def test_an_error_in_a_package_names_the_users_line_and_the_packages():

@@ -13,10 +13,10 @@ from torch.utils.data import default_collate
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.exchange.buckets import GradientBuckets
-from meshloom.graph.capture import capture
-from meshloom.graph.program import Program
 from meshloom.planner.measure import measure_memory
 from meshloom.planner.memory import predict_memory
+from meshloom.program.capture.capture import capture
+from meshloom.program.ir.program import Program
 from tests.memory_jobs import CASES, OPTIMIZERS, SETTINGS
 from tests.memory_table import BEGIN, FILE, predicted_and_measured
 

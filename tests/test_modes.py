@@ -18,9 +18,9 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.modes import Modes, as_trained
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, seed_everything
-from meshloom.graph.capture import capture
-from meshloom.graph.check import check_against_eager
-from meshloom.graph.precision import build_model
+from meshloom.program.capture.capture import capture
+from meshloom.program.capture.check import check_against_eager
+from meshloom.program.trace.precision import build_model
 from meshloom.report.progress import Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

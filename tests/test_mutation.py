@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.errors import CaptureError
-from meshloom.graph.capture import capture_module
-from meshloom.graph.check import check_against_module
-from meshloom.graph.nodes import Node, Ref
+from meshloom.program.capture.capture import capture_module
+from meshloom.program.capture.check import check_against_module
+from meshloom.program.ir.nodes import Node, Ref
 
 # Views of a tensor [4, 6].
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from meshloom.graph.capture import capture_module
-from meshloom.graph.on_cpu import AsOnCPU, workspace_bytes
+from meshloom.program.capture.capture import capture_module
+from meshloom.program.trace.on_cpu import AsOnCPU, workspace_bytes
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from meshloom.core.errors import CaptureError, MeshloomError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.outside import Outside
+from meshloom.program.capture.outside import Outside
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import GPT, Samples, token_loss, vectors

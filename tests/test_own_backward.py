@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
-from meshloom.graph.capture import capture_module
-from meshloom.graph.check import check_against_module
-from meshloom.graph.own_backward import MOST_TRIED
-from meshloom.graph.shapes import capture_shapes
+from meshloom.program.capture.capture import capture_module
+from meshloom.program.capture.check import check_against_module
+from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.operators.autograd_functions import MOST_TRIED
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

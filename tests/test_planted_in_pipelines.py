@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import meshloom.graph.calls
 import meshloom.pipeline.stage
+import meshloom.program.ir.callables
 import meshloom.state.optimizer
 from meshloom.core.errors import TrainingError
 from meshloom.core.plan import Plan
@@ -73,7 +73,7 @@ def statistics_stay(patch: Patch) -> None:
 
 def draws_from_the_start(patch: Patch) -> None:
     """Every stage numbers its draws from 0."""
-    patch.setattr(meshloom.graph.calls, "pass_over_draws", lambda count: None)
+    patch.setattr(meshloom.program.ir.callables, "pass_over_draws", lambda count: None)
 
 
 def ready_too_early(patch: Patch) -> None:

@@ -12,9 +12,9 @@ from torch.utils.data import default_collate
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.random import KeyedDraws, seed_everything
-from meshloom.graph.capture import capture, capture_module
-from meshloom.graph.draws import seed_of_draw
-from meshloom.graph.programs import Programs
+from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.ir.draws import seed_of_draw
+from meshloom.program.store.programs import Programs
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

@@ -18,8 +18,8 @@ from meshloom.comm.steps import Steps, advance_one, run_in_steps
 from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
-from meshloom.graph import programs as module
-from meshloom.graph.programs import Programs
+from meshloom.program.store import programs as module
+from meshloom.program.store.programs import Programs
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

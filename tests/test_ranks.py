@@ -7,12 +7,12 @@ import pytest
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.graph.cut import CutChoice
-from meshloom.graph.rates import rates_here
 from meshloom.pipeline.cutting import choose_stages
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import rank_shares
 from meshloom.planner.readings import Reading, Readings
 from meshloom.planner.rehearse import rehearse
+from meshloom.program.cost.rates import rates_here
 from meshloom.state.samples import first_batches
 from tests.jobs import make_job
 

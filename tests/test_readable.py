@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 from torch.nn import functional as F
 
-from meshloom.graph.capture import capture_module
-from meshloom.graph.check import check_against_module
-from meshloom.graph.readable import aligned_without_values, readable
+from meshloom.program.capture.capture import capture_module
+from meshloom.program.capture.check import check_against_module
+from meshloom.program.trace.readable import aligned_without_values, readable
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

@@ -19,17 +19,17 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.random import preserved_draws, seed_everything
-from meshloom.graph.capture import capture, capture_module
-from meshloom.graph.cost import costs
-from meshloom.graph.leaves import leaves_of
 from meshloom.graph.partition import partition
-from meshloom.graph.precision import build_model, default_precision, in_precision
-from meshloom.graph.program import Program
-from meshloom.graph.rates import Rates
-from meshloom.graph.recompute import recomputed, with_recomputation
-from meshloom.graph.segments import segments_of
 from meshloom.pipeline.builders import make_schedule
 from meshloom.planner.measure import measure_memory
+from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.cost.cost import costs
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.recompute.recompute import recomputed, with_recomputation
+from meshloom.program.recompute.segments import segments_of
+from meshloom.program.trace.precision import build_model, default_precision, in_precision
 from tests.covering import in_turn
 from tests.division import cheapest
 from tests.division import subject_of as divided_subject_of

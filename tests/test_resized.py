@@ -16,9 +16,9 @@ from torch.utils.data import default_collate
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph import programs as module
-from meshloom.graph.capture import capture, capture_module
-from meshloom.graph.resized import resized
+from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.sizes.resized import resized
+from meshloom.program.store import programs as module
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.families import FAMILIES

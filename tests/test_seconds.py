@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshloom.graph.capture import capture_module
-from meshloom.graph.cost import Cost, costs
-from meshloom.graph.program import Program
-from meshloom.graph.seconds import KIND_OF, kind_of, node_seconds, program_seconds
 from meshloom.machine.machine import COUNTED_IN_FLOPS, example_machine
+from meshloom.program.capture.capture import capture_module
+from meshloom.program.cost.cost import Cost, costs
+from meshloom.program.cost.program_seconds import KIND_OF, kind_of, node_seconds, program_seconds
+from meshloom.program.ir.program import Program
 
 pytestmark = pytest.mark.long
 MACHINE = example_machine()  # 1e9 FLOP/s, 1e9 bytes/s, a call is 1 us

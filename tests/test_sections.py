@@ -9,9 +9,9 @@ import pytest
 from meshloom.comm.pieces import Pieces, owned
 from meshloom.graph.axes import Axis, concatenation, product
 from meshloom.graph.cuts import Numbers, num_runs, pieces_of, runs_of
-from meshloom.graph.payload import elements_of_change
 from meshloom.graph.placement import Cut, even_parts, shared_parts
 from meshloom.graph.sections import Sections
+from meshloom.program.operators.payload import elements_of_change
 
 RANKS = 3
 

@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
-from meshloom.graph.capture import capture
-from meshloom.graph.shapes import capture_shapes
+from meshloom.program.capture.capture import capture
+from meshloom.program.capture.shapes import capture_shapes
 from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
-from meshloom.graph.cost import _costs, costs
-from meshloom.graph.cost_fake import fake_tensors
-from meshloom.graph.program import Program
-from meshloom.graph.shapes import capture_shapes
-from meshloom.graph.shortened import NUM_KEPT, node_by_node, shortened
 from meshloom.graph.stages import cut_into_stages
 from meshloom.planner.memory import predict_memory
 from meshloom.planner.stage_kept import kept_bytes_of
+from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.cost.cost import _costs, costs
+from meshloom.program.cost.cost_fake import fake_tensors
+from meshloom.program.cost.shortened import NUM_KEPT, node_by_node, shortened
+from meshloom.program.ir.program import Program
 from tests.jobs import Samples
 from tests.published.model import from_transformers, tokens
 
@@ -113,7 +113,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]
 
     def call(found: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patched:
-            patched.setattr("meshloom.graph.shortened.shortened", lambda _: None)
+            patched.setattr("meshloom.program.cost.shortened.shortened", lambda _: None)
             return found()
 
     return call

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from meshloom.graph.intervals import StageCost
-from meshloom.graph.nodes import Meta
 from meshloom.graph.stages import Crossing
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.schedule import Action, Schedule
 from meshloom.pipeline.simulate import simulate, step_seconds
 from meshloom.pipeline.traffic import Traffic, traffic_of_ranks, traffic_of_stages
+from meshloom.program.ir.nodes import Meta
 
 
 def stage(forward: float, backward: float, later: float = 0.0, sent: int = 0, handed_back: int = 0) -> StageCost:

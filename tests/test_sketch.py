@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.errors import CaptureError
-from meshloom.graph.capture import capture_module
-from meshloom.graph.check import check_against_module
-from meshloom.graph.sketch import FOLDS, SMALL, sketch
+from meshloom.program.capture.capture import capture_module
+from meshloom.program.capture.check import check_against_module
+from meshloom.program.capture.sketch import FOLDS, SMALL, sketch
 
 LARGE = (701, 1501)  # more than a million elements, in no round number of rows
 

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
-from meshloom.graph import programs as module
-from meshloom.graph import smaller as rules
-from meshloom.graph.leaves import leaves_of
-from meshloom.graph.program import Program
-from meshloom.graph.smaller import shrunk
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.sizes import smaller as rules
+from meshloom.program.sizes.smaller import shrunk
+from meshloom.program.store import programs as module
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

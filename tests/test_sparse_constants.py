@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.capture import capture
-from meshloom.graph.cost import costs
-from meshloom.graph.shapes import capture_shapes
-from meshloom.graph.transfer import pack, unpack
+from meshloom.program.capture.capture import capture
+from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.cost.cost import costs
+from meshloom.program.ir.transfer import pack, unpack
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.errors import PlanError
-from meshloom.graph.capture import capture, capture_module
-from meshloom.graph.cost import costs
 from meshloom.graph.cut import choose_cuts
-from meshloom.graph.program import Program
 from meshloom.graph.stages import cut_into_stages, users_of
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.check import most_in_flight
 from meshloom.pipeline.traffic import traffic_of_ranks
+from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.cost.cost import costs
+from meshloom.program.ir.program import Program
 from tests.covering import in_turn
 from tests.families import FAMILIES
 from tests.families.limits import FLOAT32_ONLY, NOT_READ
@@ -167,7 +167,7 @@ def _all_bounds(count: int, stages: int) -> list[tuple[int, ...]]:
 
 def _worst(program: Program, cost: Any, stages: int, bounds: tuple[int, ...]) -> float:
     """Seconds of the slowest stage by an independent sum."""
-    from meshloom.graph.rates import Rates
+    from meshloom.program.cost.rates import Rates
 
     rates = Rates()
     ends = [0, *bounds, len(program.nodes)]

@@ -21,11 +21,11 @@ from meshloom.cli import main
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.core.timings import Timings
-from meshloom.graph import programs as module
-from meshloom.graph import smaller as rules
-from meshloom.graph import stored as stored_module
-from meshloom.graph.programs import Programs
-from meshloom.graph.stored import Stored
+from meshloom.program.sizes import smaller as rules
+from meshloom.program.store import programs as module
+from meshloom.program.store import stored as stored_module
+from meshloom.program.store.programs import Programs
+from meshloom.program.store.stored import Stored
 from meshloom.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -354,8 +354,8 @@ import os
 import subprocess
 import sys
 from torch.utils.data import default_collate
-from meshloom.graph.fingerprint import parts_of_reading
-from meshloom.graph.leaves import leaves_of
+from meshloom.program.store.fingerprint import parts_of_reading
+from meshloom.program.ir.leaves import leaves_of
 from tests.families import FAMILIES
 
 for name in ("gpt2", "llama", "t5"):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from meshloom.core.job import Job
 from meshloom.core.jobfile import load_job
-from meshloom.graph.check import check_against_eager
-from meshloom.graph.programs import Programs
+from meshloom.program.capture.check import check_against_eager
+from meshloom.program.store.programs import Programs
 from meshloom.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

@@ -21,12 +21,12 @@ from torch.utils.data import default_collate
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.random import seed_everything
-from meshloom.graph.capture import capture, capture_module
-from meshloom.graph.contexts import Autocast, Context
-from meshloom.graph.nodes import Input, Meta, Node, Ref, Variable
-from meshloom.graph.program import Program
-from meshloom.graph.shapes import capture_shapes
-from meshloom.graph.transfer import pack, unpack
+from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.ir.contexts import Autocast, Context
+from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.transfer import pack, unpack
 from tests.families import FAMILIES
 from tests.families.limits import NOT_EXPORTED
 

@@ -16,10 +16,10 @@ import meshloom.pipeline.staging
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.graph.placement import Part
-from meshloom.graph.program import Program
-from meshloom.graph.rates import Rates
-from meshloom.graph.shapes import capture_shapes
-from meshloom.graph.unlifted import unlifted
+from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.capture.unlifted import unlifted
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.program import Program
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 

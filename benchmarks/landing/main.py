@@ -25,14 +25,14 @@ from meshloom.core.job import Job
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
-from meshloom.graph.capture import capture
 from meshloom.graph.choose import choose, rates_for
-from meshloom.graph.landed import with_landing
-from meshloom.graph.landing import InPlace
 from meshloom.graph.layout import layout_of
 from meshloom.graph.partition import Partition, partition
-from meshloom.graph.program import Program
 from meshloom.graph.rules.table import BUILT_IN
+from meshloom.program.capture.capture import capture
+from meshloom.program.ir.program import Program
+from meshloom.program.operators.fused_grad_accumulation import InPlace
+from meshloom.program.run.with_fused_accumulation import with_landing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
 import gpt  # pyright: ignore[reportMissingImports]

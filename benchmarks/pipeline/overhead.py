@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from meshloom.comm.group import Group, Work
-from meshloom.graph.nodes import Input, Meta, Ref
-from meshloom.graph.program import Program
 from meshloom.graph.stages import Crossing, Stage
 from meshloom.pipeline.builders import KINDS, make_schedule
 from meshloom.pipeline.run import PipelineRun
 from meshloom.pipeline.stage import StageRun
+from meshloom.program.ir.nodes import Input, Meta, Ref
+from meshloom.program.ir.program import Program
 
 META = Meta(shape=(8,), dtype=torch.float32, stride=(1,), requires_grad=True)
 SPEC = tree_flatten(0)[1]

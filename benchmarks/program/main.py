@@ -23,7 +23,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "st
 from gpt import loss, make_data, make_model, make_optimizer
 from records import write_records
 
-from meshloom.graph.capture import capture_module
+from meshloom.program.capture.capture import capture_module
 
 Forward = Callable[[list[Tensor]], Tensor]  # a batch -> its loss
 

@@ -25,12 +25,12 @@ from gpt import loss, make_data, make_model, make_optimizer
 from records import write_records
 
 from meshloom.core.job import Job
-from meshloom.graph.capture import capture_module
-from meshloom.graph.cost import costs
-from meshloom.graph.program import Program
-from meshloom.graph.rates import rates_here
-from meshloom.graph.recompute import recomputed, with_recomputation
 from meshloom.planner.measure import measure_memory
+from meshloom.program.capture.capture import capture_module
+from meshloom.program.cost.cost import costs
+from meshloom.program.cost.rates import rates_here
+from meshloom.program.ir.program import Program
+from meshloom.program.recompute.recompute import recomputed, with_recomputation
 
 HOW = ("none", "full", "selective")
 

@@ -13,7 +13,7 @@ from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Give, Slice
 from meshloom.exchange.reduction import Exact, Reduction
-from meshloom.graph.landing import Room
+from meshloom.program.operators.fused_grad_accumulation import Room
 
 
 class AllReduce(Exchange):

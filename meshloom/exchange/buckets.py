@@ -19,7 +19,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, separate
 from meshloom.core.errors import TrainingError
-from meshloom.graph.landing import Room
+from meshloom.program.operators.fused_grad_accumulation import Room
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first bucket leaves early
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.graph.landing import Room
+from meshloom.program.operators.fused_grad_accumulation import Room
 
 Give = Callable[[str, Tensor | None], Steps[None]]  # takes a tensor by the name of its parameter; None: it was not used
 

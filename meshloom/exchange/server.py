@@ -24,7 +24,7 @@ from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Give, Slice
 from meshloom.exchange.slices import OwnedSlices, Used, give_bucket, move_into_flat, share_of
-from meshloom.graph.landing import Room
+from meshloom.program.operators.fused_grad_accumulation import Room
 
 
 class Server(Exchange):

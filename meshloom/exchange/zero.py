@@ -24,7 +24,7 @@ from meshloom.exchange.buckets import Bucket, GradientBuckets
 from meshloom.exchange.copies import Copies, OneEach, segment
 from meshloom.exchange.exchange import Exchange, Give, Slice
 from meshloom.exchange.slices import OwnedSlices, Used, give_bucket
-from meshloom.graph.landing import Room
+from meshloom.program.operators.fused_grad_accumulation import Room
 
 
 class ZeroOne(Exchange):

@@ -15,13 +15,13 @@ from dataclasses import replace
 
 from torch.utils._pytree import tree_map_only
 
-from meshloom.graph.collectives import Transition
-from meshloom.graph.gathered import GatheredLayers
-from meshloom.graph.nodes import Node, Ref, contiguous_strides, refs_in
 from meshloom.graph.partition import Routed
-from meshloom.graph.program import Program
-from meshloom.graph.rows import place_rows, rows_here, take_rows
 from meshloom.graph.stages import computed_of_the_batch
+from meshloom.program.ir.nodes import Node, Ref, contiguous_strides, refs_in
+from meshloom.program.ir.program import Program
+from meshloom.program.operators.collectives import Transition
+from meshloom.program.operators.experts import place_rows, rows_here, take_rows
+from meshloom.program.operators.gathered import GatheredLayers
 
 
 def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:

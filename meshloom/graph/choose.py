@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshloom.comm.pieces import Pieces
-from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cuts import Numbers, pieces_of
-from meshloom.graph.forms import alike
 from meshloom.graph.layout import Layout
 from meshloom.graph.placement import Placement, cut_of
 from meshloom.graph.problem import Held, NoWayError, Problem
-from meshloom.graph.program import Program
-from meshloom.graph.rates import Rates, default_rates, rates_here
 from meshloom.graph.strategies import Strategy
+from meshloom.program.cost.cost import Cost, costs
+from meshloom.program.cost.rates import Rates, default_rates, rates_here
+from meshloom.program.ir.program import Program
+from meshloom.program.sizes.forms import alike
 
 __all__ = [
     "Choice",

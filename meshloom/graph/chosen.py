@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 from meshloom.core.units import amount
 from meshloom.graph.choose import Choice
-from meshloom.graph.cost import Cost
 from meshloom.graph.cuts import candidates
-from meshloom.graph.nodes import Node, Variable
 from meshloom.graph.partition import Partition
-from meshloom.graph.payload import Collective
 from meshloom.graph.pins import is_meant
 from meshloom.graph.placement import Cut, Part
 from meshloom.graph.strategies import strategies_of
 from meshloom.graph.traffic import Sent, bytes_per_step, sent_at_the_end, sent_in_chunk
 from meshloom.graph.uses import Uses
+from meshloom.program.cost.cost import Cost
+from meshloom.program.ir.nodes import Node, Variable
+from meshloom.program.operators.payload import Collective
 
 
 @dataclass(frozen=True, kw_only=True)

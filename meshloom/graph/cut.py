@@ -17,14 +17,14 @@ from itertools import pairwise
 from meshloom.core.errors import PlanError
 from meshloom.core.units import amount
 from meshloom.graph.best_cuts import Limits, best_cuts, rank_bytes, refined
-from meshloom.graph.cost import Cost, Kept
 from meshloom.graph.intervals import Intervals, StageCost
 from meshloom.graph.keeping import HELD_COPIES
-from meshloom.graph.lines import describe_line
-from meshloom.graph.program import Program
-from meshloom.graph.rates import Rates
 from meshloom.graph.stages import updating
-from meshloom.graph.work import Work, work_of
+from meshloom.program.cost.cost import Cost, Kept
+from meshloom.program.cost.operator_seconds import Work, work_of
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.lines import describe_line
+from meshloom.program.ir.program import Program
 
 UNEVEN = 1.25
 Homes = Mapping[str, Collection[int]]

@@ -26,13 +26,13 @@ from meshloom.graph.choose import (
     numbers_of_choice,
     rates_for,
 )
-from meshloom.graph.forms import alike
 from meshloom.graph.layout import Layout, layout_of
 from meshloom.graph.partition import Partition, Routed, partition
-from meshloom.graph.program import Program
 from meshloom.graph.rules.table import rules_with
-from meshloom.graph.stored import Stored
 from meshloom.graph.stored_choices import divided_before
+from meshloom.program.ir.program import Program
+from meshloom.program.sizes.forms import alike
+from meshloom.program.store.stored import Stored
 
 
 class Division:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from meshloom.graph.collectives import Transition
-from meshloom.graph.convolutions import Convolution, GatheredConvolutions
-from meshloom.graph.linears import GatheredLinears
-from meshloom.graph.nodes import Node, Ref, refs_in
-from meshloom.graph.operators import convolution_of_nothing
+from meshloom.program.ir.nodes import Node, Ref, refs_in
+from meshloom.program.operators.collectives import Transition
+from meshloom.program.operators.convolutions import Convolution, GatheredConvolutions
+from meshloom.program.operators.linears import GatheredLinears
+from meshloom.program.operators.partial import convolution_of_nothing
 
 aten = torch.ops.aten
 

@@ -18,11 +18,11 @@ from itertools import pairwise
 
 import numpy
 
-from meshloom.graph.cost import Kept
-from meshloom.graph.nodes import Meta, lists_in, refs_in
-from meshloom.graph.program import Program
 from meshloom.graph.stages import computed_of_the_batch, updating
-from meshloom.graph.work import Work
+from meshloom.program.cost.cost import Kept
+from meshloom.program.cost.operator_seconds import Work
+from meshloom.program.ir.nodes import Meta, lists_in, refs_in
+from meshloom.program.ir.program import Program
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from meshloom.graph.cost import Cost, Kept
 from meshloom.graph.layout import Layout
-from meshloom.graph.nodes import Node
+from meshloom.program.cost.cost import Cost, Kept
+from meshloom.program.ir.nodes import Node
 
 HELD_COPIES = 4  # of a parameter that is trained: itself, its gradient, and two averages, as Adam keeps
 

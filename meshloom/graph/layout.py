@@ -11,14 +11,14 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from meshloom.graph.axes import Axis, Strip, concatenation, fits, product
-from meshloom.graph.nodes import Meta, Node, Ref, lists_in
-from meshloom.graph.program import Program
 from meshloom.graph.routes import Route, routes_of
 from meshloom.graph.rules.call import call_of
 from meshloom.graph.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
 from meshloom.graph.rules.table import Rules, factors_of
-from meshloom.graph.sparse_constants import is_sparse, strides_of
 from meshloom.graph.unify import mark, settle, unify
+from meshloom.program.ir.nodes import Meta, Node, Ref, lists_in
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import is_sparse, strides_of
 
 Axes = tuple[Axis, ...]  # one per dim
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from meshloom.core.random import seed_torch
-from meshloom.graph.batch_values import tensor_of
-from meshloom.graph.calls import keyed, keyed_out_of_place, out_of_place
-from meshloom.graph.collectives import Joint
-from meshloom.graph.contexts import Entered
-from meshloom.graph.leaves import leaves_of
-from meshloom.graph.nodes import Node, Ref, last_uses
-from meshloom.graph.program import Program
-from meshloom.graph.runner import lifted
+from meshloom.program.capture.batch_values import tensor_of
+from meshloom.program.ir.callables import keyed, keyed_out_of_place, out_of_place
+from meshloom.program.ir.contexts import Entered
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.nodes import Node, Ref, last_uses
+from meshloom.program.ir.program import Program
+from meshloom.program.operators.collectives import Joint
+from meshloom.program.run.runner import lifted
 
 State = Mapping[str, Tensor]
 

@@ -16,18 +16,18 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.timings import Timings
-from meshloom.graph.any_size import AnySize
-from meshloom.graph.batch_values import fits
 from meshloom.graph.division import Division
-from meshloom.graph.forms import alike
-from meshloom.graph.leaves import Leaves, leaves_of
-from meshloom.graph.newest import Newest
 from meshloom.graph.partition import Routed
-from meshloom.graph.precision import default_precision
-from meshloom.graph.program import Program
-from meshloom.graph.programs import Programs
-from meshloom.graph.stored import Stored
-from meshloom.graph.unlifted import unlifted
+from meshloom.program.capture.batch_values import fits
+from meshloom.program.capture.unlifted import unlifted
+from meshloom.program.ir.leaves import Leaves, leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.sizes.any_size import AnySize
+from meshloom.program.sizes.forms import alike
+from meshloom.program.store.newest import Newest
+from meshloom.program.store.programs import Programs
+from meshloom.program.store.stored import Stored
+from meshloom.program.trace.precision import default_precision
 
 # Of a batch's tensors, by name; and what else it holds that programs are for, by name.
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype] | tuple[str, str | None], ...]

@@ -12,19 +12,19 @@ import torch
 from meshloom.comm.pieces import Pieces, Runs
 from meshloom.graph.axes import Key
 from meshloom.graph.choose import Choice, Held
-from meshloom.graph.collectives import Joint, Transition
-from meshloom.graph.contexts import Context
 from meshloom.graph.cuts import pieces_of, route_of, runs_of
 from meshloom.graph.fuse import with_gathered_layers
 from meshloom.graph.layout import Axes, axes_of
-from meshloom.graph.nodes import Meta, Node, Ref, Variable, contiguous_strides, refs_in
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
 from meshloom.graph.price import is_same, kind_of
-from meshloom.graph.program import Program
 from meshloom.graph.routes import Route
-from meshloom.graph.rows import place_rows, rows_here, take_rows
 from meshloom.graph.rules.factors import Sizes
-from meshloom.graph.sliced import PartOfDraw
+from meshloom.program.ir.contexts import Context
+from meshloom.program.ir.nodes import Meta, Node, Ref, Variable, contiguous_strides, refs_in
+from meshloom.program.ir.program import Program
+from meshloom.program.operators.collectives import Joint, Transition
+from meshloom.program.operators.experts import place_rows, rows_here, take_rows
+from meshloom.program.operators.sliced_draws import PartOfDraw
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from meshloom.core.errors import PlanError
 from meshloom.graph.cuts import Numbers
 from meshloom.graph.layout import Layout
-from meshloom.graph.lines import describe_line
 from meshloom.graph.placement import Cut, Part, Placement
 from meshloom.graph.uses import Uses
+from meshloom.program.ir.lines import describe_line
 
 _WHAT = {
     "column": "out features",

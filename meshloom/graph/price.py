@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from meshloom.comm.pieces import Pieces, whole
-from meshloom.graph.collectives import Kind
-from meshloom.graph.nodes import Meta
-from meshloom.graph.payload import elements_of_change, elements_of_gather
 from meshloom.graph.placement import PARTIAL, Part, Placement
-from meshloom.graph.rates import Rates
 from meshloom.graph.rules.factors import Talk
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.nodes import Meta
+from meshloom.program.operators.collectives import Kind
+from meshloom.program.operators.payload import elements_of_change, elements_of_gather
 
 
 def change_seconds(

@@ -20,21 +20,21 @@ from meshloom.core.units import amount
 from meshloom.graph.axes import Axis
 from meshloom.graph.change import Change
 from meshloom.graph.cheapest import cheapest
-from meshloom.graph.cost import Cost
 from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of, route_of
 from meshloom.graph.integers import SECONDS, OutOfTimeError
 from meshloom.graph.keeping import HELD_COPIES, kept_operands, kept_within
 from meshloom.graph.layout import Layout
 from meshloom.graph.least import Floats
 from meshloom.graph.limited import LimitError, cheapest_within
-from meshloom.graph.nodes import Node
 from meshloom.graph.pins import Pins
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
 from meshloom.graph.price import change_seconds, kind_of, talk_seconds
-from meshloom.graph.rates import Rates
 from meshloom.graph.repeats import Repeats, repeats_of
 from meshloom.graph.sections import Sections
 from meshloom.graph.strategies import Strategy, cuts_of, strategies_of
+from meshloom.program.cost.cost import Cost
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.nodes import Node
 
 Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
 

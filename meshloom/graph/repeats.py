@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from meshloom.graph.axes import Axis
 from meshloom.graph.cuts import Numbers
-from meshloom.graph.iterations import constants_of, iterations_of
 from meshloom.graph.layout import Layout
-from meshloom.graph.nodes import Node, Ref
+from meshloom.program.cost.iterations import constants_of, iterations_of
+from meshloom.program.ir.nodes import Node, Ref
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshloom.graph.axes import Axis, Key
-from meshloom.graph.nodes import Node
-from meshloom.graph.program import Program
 from meshloom.graph.rules.factors import Factors
 from meshloom.graph.unify import unify
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
 
 # What works on however many rows there are, though a part's sizes are among its arguments: those of other dims, or -1.
 ANY_ROWS = frozenset({"view", "reshape", "_unsafe_view", "expand", "squeeze", "chunk", "split", "split_with_sizes", "slice"})

@@ -17,10 +17,10 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.core.errors import CaptureError
-from meshloom.graph.calls import skip_draws
-from meshloom.graph.nodes import Input, Meta, Node, Ref, lists_in, refs_in
-from meshloom.graph.program import Program
-from meshloom.graph.runner import used_variables
+from meshloom.program.ir.callables import skip_draws
+from meshloom.program.ir.nodes import Input, Meta, Node, Ref, lists_in, refs_in
+from meshloom.program.ir.program import Program
+from meshloom.program.run.runner import used_variables
 
 aten = torch.ops.aten
 

@@ -7,13 +7,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from meshloom.graph.choose import Choice, choice_of_numbers, digest_of_choice, numbers_of_choice
-from meshloom.graph.cost import Cost, Kept
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.intervals import StageCost
 from meshloom.graph.layout import Layout
-from meshloom.graph.program import Program
-from meshloom.graph.rates import Rates
-from meshloom.graph.stored import Stored
+from meshloom.program.cost.cost import Cost, Kept
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.program import Program
+from meshloom.program.store.stored import Stored
 
 
 def costs_before(stored: Stored | None, program: Program, price: Callable[[Program], Mapping[str, Cost]]) -> Mapping[str, Cost]:

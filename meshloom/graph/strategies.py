@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from meshloom.graph.axes import Axis
 from meshloom.graph.cuts import Numbers, covers, num_runs
 from meshloom.graph.layout import Axes, Layout, Mapped
-from meshloom.graph.nodes import Node
 from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
 from meshloom.graph.routes import ANY_ROWS
 from meshloom.graph.rules.factors import Factors, Talk, labels_in
 from meshloom.graph.sections import Sections
+from meshloom.program.ir.nodes import Node
 
 
 @dataclass(frozen=True, kw_only=True)

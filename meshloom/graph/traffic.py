@@ -1,6 +1,6 @@
 """What a divided program sends: every collective that one rank starts in a step, forward and backward, with the bytes it hands in.
 
-Read off the operators that `collectives.py`, `linears.py` and `operators.py` run, as they run them: parts of unequal size are padded to the
+Read off the operators that `collectives.py`, `linears.py` and `partial.py` run, as they run them: parts of unequal size are padded to the
 largest, an all-to-all sends just what is asked for.
 """
 
@@ -11,16 +11,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshloom.comm.pieces import owned, whole
-from meshloom.graph.collectives import Transition
-from meshloom.graph.gathered import GatheredLayers
-from meshloom.graph.nodes import Meta, Node, refs_in
-from meshloom.graph.operators import CrossEntropyOfPart
 from meshloom.graph.partition import Partition
-from meshloom.graph.payload import Collective, elements_of_change, elements_of_gather, elements_of_sum
-from meshloom.graph.program import Program
-from meshloom.graph.recurrent import RecurrentOfPart
-from meshloom.graph.softmax import LogSoftmaxOfPart
-from meshloom.graph.sparse_constants import strides_of
+from meshloom.program.ir.nodes import Meta, Node, refs_in
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import strides_of
+from meshloom.program.operators.collectives import Transition
+from meshloom.program.operators.gathered import GatheredLayers
+from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
+from meshloom.program.operators.partial import CrossEntropyOfPart
+from meshloom.program.operators.payload import Collective, elements_of_change, elements_of_gather, elements_of_sum
+from meshloom.program.operators.recurrent_shards import RecurrentOfPart
 
 
 @dataclass(frozen=True, kw_only=True)

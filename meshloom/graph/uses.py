@@ -7,11 +7,11 @@ from typing import Any
 
 from meshloom.graph.cuts import Numbers
 from meshloom.graph.layout import Layout
-from meshloom.graph.nodes import Node, operator_name
 from meshloom.graph.placement import Cut, Placement
-from meshloom.graph.program import Program
 from meshloom.graph.rules.factors import labels_in
 from meshloom.graph.strategies import strategies_of
+from meshloom.program.ir.nodes import Node, operator_name
+from meshloom.program.ir.program import Program
 
 
 class Uses:

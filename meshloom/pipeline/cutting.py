@@ -6,17 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
-from meshloom.graph.cost import Cost, Kept
 from meshloom.graph.cut import CutChoice, choose_cuts, line_of, where_used
 from meshloom.graph.intervals import Intervals
-from meshloom.graph.program import Program
-from meshloom.graph.rates import Rates
-from meshloom.graph.recompute import recomputed
-from meshloom.graph.work import computed_again, work_of
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.check import held_by_stage
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.simulate import step_seconds
+from meshloom.program.cost.cost import Cost, Kept
+from meshloom.program.cost.operator_seconds import computed_again, work_of
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.program import Program
+from meshloom.program.recompute.recompute import recomputed
 
 
 def schedule_of(plan: Plan, num_microbatches: int) -> Schedule:

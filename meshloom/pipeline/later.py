@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from meshloom.graph.landing import Landing
+from meshloom.program.operators.fused_grad_accumulation import Landing
 
 
 class Later(Landing):

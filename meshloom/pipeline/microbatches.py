@@ -16,11 +16,7 @@ from torch.utils._pytree import tree_unflatten
 from meshloom.comm.group import Group
 from meshloom.core.job import LossFunction
 from meshloom.core.mesh import Axis
-from meshloom.graph.landing import Landing
-from meshloom.graph.leaves import Leaves, leaves_of
 from meshloom.graph.loss_programs import Shapes
-from meshloom.graph.newest import Newest
-from meshloom.graph.nodes import Node
 from meshloom.graph.stages import Crossing, Stage
 from meshloom.pipeline.ready import Readiness
 from meshloom.pipeline.run import Both, Listener, PipelineRun
@@ -28,6 +24,10 @@ from meshloom.pipeline.schedule import Action, Schedule
 from meshloom.pipeline.stage import StageRun
 from meshloom.pipeline.staging import Staging
 from meshloom.pipeline.traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
+from meshloom.program.ir.leaves import Leaves, leaves_of
+from meshloom.program.ir.nodes import Node
+from meshloom.program.operators.fused_grad_accumulation import Landing
+from meshloom.program.store.newest import Newest
 
 MOST_KEPT = 64  # shapes of a step's microbatches, together, for which runs are kept
 

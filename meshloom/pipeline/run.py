@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.graph.nodes import Meta
 from meshloom.graph.stages import Crossing
 from meshloom.pipeline.messages import Edge, Message, steps_of
 from meshloom.pipeline.schedule import Action, Schedule
 from meshloom.pipeline.stage import StageRun
+from meshloom.program.ir.nodes import Meta
 
 
 class Listener(Protocol):

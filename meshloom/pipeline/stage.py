@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.graph.batch_values import tensor_of
-from meshloom.graph.landed import with_landing
-from meshloom.graph.landing import InPlace, Landing
-from meshloom.graph.leaves import Leaves
-from meshloom.graph.nodes import Node
-from meshloom.graph.program import Program
 from meshloom.graph.stages import Stage
 from meshloom.pipeline.later import Later
+from meshloom.program.capture.batch_values import tensor_of
+from meshloom.program.ir.leaves import Leaves
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
+from meshloom.program.operators.fused_grad_accumulation import InPlace, Landing
+from meshloom.program.run.with_fused_accumulation import with_landing
 
 Finish = Callable[[int, Sequence[Any]], Tensor | None]  # microbatch, what the loss returned, flat -> what backward starts from
 _autograd: Any = torch.autograd

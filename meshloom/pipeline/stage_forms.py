@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshloom.graph.any_size import AnySize
-from meshloom.graph.forms import Form, UnlikeError, equal, fitted
-from meshloom.graph.runner import Shared
 from meshloom.graph.stages import Stage
-from meshloom.graph.symbolic import Sizes, value_of
+from meshloom.program.run.runner import Shared
+from meshloom.program.sizes.any_size import AnySize
+from meshloom.program.sizes.forms import Form, UnlikeError, equal, fitted
+from meshloom.program.sizes.symbolic import Sizes, value_of
 
 Stages = tuple[Stage, ...]
 Class = tuple[tuple[int, int], ...]  # remainder by tp, and what is smaller than tp, of each size in the loss

@@ -20,28 +20,28 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
-from meshloom.graph.any_size import sizes_of_batch, sizes_of_program
 from meshloom.graph.apart import changes_apart, layers_apart, rows_apart
-from meshloom.graph.collectives import Transition
-from meshloom.graph.cost import Cost, costs
 from meshloom.graph.cut import CutChoice
-from meshloom.graph.forms import alike
-from meshloom.graph.gathered import GatheredLayers
-from meshloom.graph.leaves import leaves_of
 from meshloom.graph.loss_programs import LossPrograms, Shapes
-from meshloom.graph.newest import Newest
 from meshloom.graph.partition import Routed
-from meshloom.graph.program import Program
-from meshloom.graph.rates import Rates, rates_here
-from meshloom.graph.recompute import kept_values
-from meshloom.graph.rows import place_rows, rows_here, take_rows
 from meshloom.graph.stages import Stage, cut_into_stages, users_of
-from meshloom.graph.stored import Stored
 from meshloom.graph.stored_choices import cut_before, kept_before
-from meshloom.graph.symbolic import Sizes
 from meshloom.pipeline.cutting import choose_stages, schedule_of
 from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.stage_forms import StageForms
+from meshloom.program.cost.cost import Cost, costs
+from meshloom.program.cost.rates import Rates, rates_here
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.operators.collectives import Transition
+from meshloom.program.operators.experts import place_rows, rows_here, take_rows
+from meshloom.program.operators.gathered import GatheredLayers
+from meshloom.program.recompute.recompute import kept_values
+from meshloom.program.sizes.any_size import sizes_of_batch, sizes_of_program
+from meshloom.program.sizes.forms import alike
+from meshloom.program.sizes.symbolic import Sizes
+from meshloom.program.store.newest import Newest
+from meshloom.program.store.stored import Stored
 
 Key = tuple[LossFunction, bool, Shapes]
 MOST_KEPT = 32  # shapes of batches whose stages are kept after they were made; those of others are made again

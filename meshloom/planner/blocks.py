@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from meshloom.graph.cost import Cost
-from meshloom.graph.program import Program
-from meshloom.graph.seconds import Seconds, node_seconds
 from meshloom.machine.machine import Machine
+from meshloom.program.cost.cost import Cost
+from meshloom.program.cost.program_seconds import Seconds, node_seconds
+from meshloom.program.ir.program import Program
 
 _HOLDERS = ("ModuleList", "ModuleDict")  # no forward of their own: what they hold stands in their place
 

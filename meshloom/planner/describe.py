@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshloom.graph.fingerprint import parts_of_function
-from meshloom.graph.nodes import Node
-from meshloom.graph.program import Program
 from meshloom.machine.machine import Machine
 from meshloom.planner.blocks import Block, blocks_of
 from meshloom.planner.memory import OPTIMIZER_FACTOR, Memory, predict_memory
 from meshloom.planner.readings import Readings
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
+from meshloom.program.store.fingerprint import parts_of_function
 
 
 @dataclass(frozen=True, kw_only=True)

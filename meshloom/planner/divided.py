@@ -12,11 +12,11 @@ from meshloom.graph.choose import Choice, choose, rates_for
 from meshloom.graph.chosen import Account, account_of
 from meshloom.graph.layout import layout_of
 from meshloom.graph.partition import Partition, partition
-from meshloom.graph.rates import rates_of
 from meshloom.graph.rules.table import rules_with
 from meshloom.graph.stored_choices import divided_before
 from meshloom.machine.machine import Machine
 from meshloom.planner.readings import Readings
+from meshloom.program.cost.rates import rates_of
 
 
 @dataclass(frozen=True, kw_only=True)

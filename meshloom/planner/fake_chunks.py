@@ -3,7 +3,7 @@
     phases     0 and 1 are forward and backward of the first chunk, 2 and 3 those of the second; a backward goes through the nodes in reverse
     events     bytes made, or freed if negative, while a node or its backward runs
 
-Of blocks that are alike a few are run (`graph/shortened.py`).
+Of blocks that are alike a few are run (`program/cost/shortened.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from meshloom.graph.cost_fake import fake_buffers, fake_inputs, fake_parameters, leaves, loss_of, next_number, number_here, run_nodes
-from meshloom.graph.program import Program
-from meshloom.graph.shortened import node_by_node, stand_in
-from meshloom.graph.sparse_constants import memory_of, storage_of
 from meshloom.planner.life import Event, Life, Noted
+from meshloom.program.cost.cost_fake import fake_buffers, fake_inputs, fake_parameters, leaves, loss_of, next_number, number_here, run_nodes
+from meshloom.program.cost.shortened import node_by_node, stand_in
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
 _Copies = dict[int, tuple[int, int]]  # piece -> from which node on what becomes of it becomes of others as well, and how many they are
 

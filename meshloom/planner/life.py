@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.graph.cost_fake import device_asked, tensors_in
-from meshloom.graph.sparse_constants import memory_of, storage_of
+from meshloom.program.cost.cost_fake import device_asked, tensors_in
+from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
 Event = tuple[int, int]  # bytes made, or freed if negative; and those of what is neither kept for a backward nor a gradient
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.job import Job
 from meshloom.core.random import preserved_draws
-from meshloom.graph.leaves import leaves_of
-from meshloom.graph.precision import build_model
 from meshloom.planner.memory import Memory
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.trace.precision import build_model
 
 
 def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | str = "cpu") -> Memory:

@@ -18,8 +18,8 @@ from typing import Any
 
 from meshloom.core.errors import PlanError
 from meshloom.core.job import NamedParameters
-from meshloom.graph.program import Program
 from meshloom.planner.fake_step import FakeStep
+from meshloom.program.ir.program import Program
 
 PHASES = ("forward", "backward", "update", "publish")
 OPTIMIZER_FACTOR = 2.0  # bytes of optimizer state per byte of parameters, where the optimizer cannot be asked: two averages

@@ -10,7 +10,6 @@ from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.partition import Partition
-from meshloom.graph.program import Program
 from meshloom.graph.stages import Stage, users_of
 from meshloom.graph.traffic import sent_at_the_end
 from meshloom.pipeline.check import held_by_stage
@@ -23,6 +22,7 @@ from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal import Held
 from meshloom.planner.stage_kept import kept_bytes_of
 from meshloom.planner.staged import StagePlan
+from meshloom.program.ir.program import Program
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from torch import nn
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.core.timings import Timings
-from meshloom.graph.cost import Cost, costs
-from meshloom.graph.leaves import Leaves
-from meshloom.graph.program import Program
-from meshloom.graph.shapes import Built, capture_shapes
-from meshloom.graph.stored import Stored
 from meshloom.graph.stored_choices import costs_before
+from meshloom.program.capture.shapes import Built, capture_shapes
+from meshloom.program.cost.cost import Cost, costs
+from meshloom.program.ir.leaves import Leaves
+from meshloom.program.ir.program import Program
+from meshloom.program.store.stored import Stored
 from meshloom.state.samples import first_batches
 
 

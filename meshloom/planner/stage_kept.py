@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.graph.collectives import Joint
-from meshloom.graph.cost_fake import fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, run_nodes
-from meshloom.graph.nodes import Node
-from meshloom.graph.program import Program
-from meshloom.graph.rows import rows_here
-from meshloom.graph.shortened import node_by_node
-from meshloom.graph.sparse_constants import memory_of, storage_of
 from meshloom.graph.stages import Stage
+from meshloom.program.cost.cost_fake import fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, run_nodes
+from meshloom.program.cost.shortened import node_by_node
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import memory_of, storage_of
+from meshloom.program.operators.collectives import Joint
+from meshloom.program.operators.experts import rows_here
 
 
 def kept_bytes_of(stage: Stage, num_ranks: int) -> int:

@@ -9,7 +9,6 @@ from meshloom.core.errors import PlanError
 from meshloom.core.plan import SCHEDULES, Plan
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.intervals import Intervals
-from meshloom.graph.rates import Rates, rates_here, rates_of
 from meshloom.graph.stages import Crossing, Stage, cut_into_stages, users_of
 from meshloom.graph.stored_choices import cut_before
 from meshloom.machine.machine import Machine
@@ -19,6 +18,7 @@ from meshloom.pipeline.schedule import Schedule
 from meshloom.pipeline.simulate import Simulated, simulate
 from meshloom.pipeline.traffic import Traffic, traffic_of_stages
 from meshloom.planner.readings import Readings
+from meshloom.program.cost.rates import Rates, rates_here, rates_of
 
 WORTH = 0.03  # of the time: what is gained by less is not spoken of
 

@@ -23,11 +23,11 @@ from meshloom.comm.pieces import Pieces, take
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.graph.choose import Choice
 from meshloom.graph.cuts import pieces_of, route_of
-from meshloom.graph.lines import describe_line
 from meshloom.graph.lockstep import run_in_lockstep
-from meshloom.graph.nodes import Node
 from meshloom.graph.partition import Partition
 from meshloom.graph.placement import PARTIAL, Part, cut_of
+from meshloom.program.ir.lines import describe_line
+from meshloom.program.ir.nodes import Node
 
 TOLERANCE = 1e-9  # of float64, in which both run; rounding of the deepest families stays below 1e-12
 _SEED = 7

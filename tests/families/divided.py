@@ -18,8 +18,8 @@ import torch
 
 from meshloom.graph.choose import changes_of
 from meshloom.graph.chosen import Account, Whole, account_of
-from meshloom.graph.cost import costs
 from meshloom.graph.partition import Partition
+from meshloom.program.cost.cost import costs
 from tests.division import Subject, compare, subject_of
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ

@@ -20,8 +20,8 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, model_seed, seed_everything
-from meshloom.graph.capture import capture
-from meshloom.graph.program import Program
+from meshloom.program.capture.capture import capture
+from meshloom.program.ir.program import Program
 from tests.families.family import Family
 from tests.families.limits import OTHER_KERNEL
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.graph.calls import out_of_place
-from meshloom.graph.nodes import Meta, Node, Ref
 from meshloom.graph.rules.factors import Factors
+from meshloom.program.ir.callables import out_of_place
+from meshloom.program.ir.nodes import Meta, Node, Ref
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshloom.comm.pieces import Runs
-from meshloom.graph.payload import Collective
+from meshloom.program.operators.payload import Collective
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshloom.graph.bags import BagsOfPart
-from meshloom.graph.operators import embedding_of_part
-from meshloom.graph.rows import lookup_of_part
 from meshloom.graph.rules.arguments import given_by_name
 from meshloom.graph.rules.call import Call, Operand, Rule
 from meshloom.graph.rules.factors import Dims, Factors, Routed, Sizes, Term
+from meshloom.program.operators.embedding_bag import BagsOfPart
+from meshloom.program.operators.experts import lookup_of_part
+from meshloom.program.operators.partial import embedding_of_part
 
 
 def _embedding(call: Call) -> Factors | None:

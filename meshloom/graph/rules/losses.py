@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.graph.operators import CrossEntropyOfPart, cosine_losses_of_part, negative_log_likelihood_of_part
 from meshloom.graph.rules.call import Call, Operand, Rule
 from meshloom.graph.rules.factors import Dims, Factors, Sizes
+from meshloom.program.operators.partial import CrossEntropyOfPart, cosine_losses_of_part, negative_log_likelihood_of_part
 
 
 def _cross_entropy(call: Call) -> Factors | None:

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshloom.graph.operators import convolution_of_nothing, grouped_product_of_part
-from meshloom.graph.rows import grouped_product_of_groups
 from meshloom.graph.rules.arguments import given_by_name
 from meshloom.graph.rules.call import Call, Operand, Rule, tensor_arguments
 from meshloom.graph.rules.factors import Dims, Factors, Product, Routed, Sizes, factors_of_text
+from meshloom.program.operators.experts import grouped_product_of_groups
+from meshloom.program.operators.partial import convolution_of_nothing, grouped_product_of_part
 
 
 def text(pattern: str) -> Rule:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.graph.recurrent import NUM_GATES, RecurrentKind, RecurrentOfPart, cell_of_part
 from meshloom.graph.rules.arguments import given_by_name
 from meshloom.graph.rules.call import Call, Operand, Rule
 from meshloom.graph.rules.factors import Dims, Factors, Product, Sizes, Talk, Term
+from meshloom.program.operators.recurrent_shards import NUM_GATES, RecurrentKind, RecurrentOfPart, cell_of_part
 
 
 def _recurrent(kind: RecurrentKind) -> Rule:

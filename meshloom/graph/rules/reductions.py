@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshloom.graph.operators import loss_of_part, mean_of_part
 from meshloom.graph.rules.call import Call, Operand, Rule
 from meshloom.graph.rules.elementwise import elementwise
 from meshloom.graph.rules.factors import Concat, Dims, Factors, Sizes, Talk, Term, labels_of
-from meshloom.graph.softmax import LogSoftmaxOfPart
+from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
+from meshloom.program.operators.partial import loss_of_part, mean_of_part
 
 
 def _reduced(call: Call, *, sums: bool, local: Any = None) -> Factors | None:

@@ -1,0 +1,273 @@
+"""What a program does with what a batch holds besides tensors: it is an input, or the program is for that value alone, or nothing looks at it.
+
+Found by reading. At first every number is a tensor without dims, and everything else an object that says when it is looked at:
+
+    {"x": tensor, "sigma": 0.3, "task": "copy", "files": [...]}      loss: x * sigma, and `if batch["task"] == "copy"`
+      x * sigma        goes through: `sigma` is an input
+      task == "copy"   is noticed; the loss is read again with the text in its place, and the program is for that text
+      files            is never looked at, so it may be anything
+
+A number that Python wants to know (`range(n)`, `math.sqrt(sigma)`) makes a reading fail, and is a value like the text from then on.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
+from typing import Any, NoReturn, TypeVar
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from meshloom.core.errors import CaptureError
+from meshloom.program.ir.leaves import Leaves
+from meshloom.program.ir.lines import WAY_OUT
+from meshloom.program.ir.nodes import Input
+
+T = TypeVar("T")
+Others = dict[str, str | None]  # what else a batch holds: what it has to be for a program (`text_of`, or the kind of an input), None: anything
+TRIED_ALONE = 4  # numbers that are tried one by one, when a reading fails and does not say why
+
+
+def fits(others: Mapping[str, str | None], values: Mapping[str, Any]) -> bool:
+    """Whether a program of `others` is one for a batch with `values` (and tensors of its shapes)."""
+    if list(others) != list(values):
+        return False
+    return all(wanted in (None, _kind(values[name]) if wanted in _KINDS else text_of(values[name])) for name, wanted in others.items())
+
+
+def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> Tensor:
+    """What a program is given for one of its inputs. dtype: of floating-point ones that are numbers in the batch; default: the input's own."""
+    if each.name in leaves.tensors:
+        return leaves.tensors[each.name]
+    own = each.meta.dtype
+    return torch.tensor(leaves.values[each.name], dtype=dtype if dtype and own.is_floating_point else own, device=leaves.device)
+
+
+def read_values(leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, numbers: bool = True) -> tuple[T, Others]:
+    """What `read` gives for these batches, with what they hold besides tensors in its place, and what that is for it. Values are the first batch's.
+
+    read: may be called several times, with tensors of the batches that include numbers. Raises what `read` raises with all values as they are, and
+    `CaptureError` where the loss looks at what cannot be told from others. numbers: whether they may be inputs.
+    """
+    batches = list(leaves)
+    values = batches[0].values
+    if not values:
+        return read(batches), {}
+    touched: dict[str, None] = {}
+    fixed = {name for name, value in values.items() if _always_counts(value) or (not numbers and _kind(value))}
+
+    def attempt(fixed: set[str]) -> tuple[T | None, Exception | None]:
+        touched.clear()
+        try:
+            return read([_view(each, values, fixed, touched) for each in batches]), None
+        except Exception as error:  # whatever a tensor in the place of a number leads to
+            return None, error
+
+    def known(found: T | None) -> tuple[T, Others]:
+        assert found is not None
+        return found, {name: text_of(value) if name in fixed else _kind(value) for name, value in values.items()}
+
+    while True:
+        found, failed = attempt(fixed)
+        if touched:
+            fixed |= touched.keys()
+            for name in touched:
+                _check_stable(name, values[name])
+            continue
+        if failed is None:
+            return known(found)
+        inputs = [name for name, value in values.items() if name not in fixed and _kind(value)]
+        rest = [name for name in values if name not in fixed]
+        if not rest:
+            raise failed
+        for name in inputs[:TRIED_ALONE] if len(inputs) > 1 else ():
+            found, why = attempt({*fixed, name})
+            if why is None and not touched:
+                fixed.add(name)
+                return known(found)
+        for name in inputs or rest:
+            _check_stable(name, values[name])
+        fixed |= {*(inputs or rest)}
+
+
+def text_of(value: Any) -> str | None:
+    """A text that is equal for equal values, in every process; None for objects that have none.
+
+    >>> text_of({"a": [1, 2.5, "b"], "c": None})
+    "{'a': [1, 2.5, 'b'], 'c': None}"
+    """
+    if value is None or (isinstance(value, bool | int | float | complex | str | bytes) and not isinstance(value, enum.Enum)):
+        return _short(repr(value), 200)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, torch.dtype | torch.device | torch.Size | range | slice | numpy.generic):
+        return repr(value)
+    if isinstance(value, numpy.ndarray):
+        return None if value.dtype.hasobject else f"array {value.dtype} {value.shape} {_hash(value.tobytes())}"
+    if isinstance(value, Tensor):
+        return f"tensor {value.dtype} {value.tolist()}" if value.numel() <= 10_000 else None
+    if isinstance(value, Mapping):
+        pairs = [(text_of(key), text_of(each)) for key, each in value.items()]
+        return None if any(None in pair for pair in pairs) else _short("{" + ", ".join(f"{key}: {each}" for key, each in pairs) + "}")
+    if isinstance(value, set | frozenset):
+        texts = [text_of(each) for each in value]
+        return None if None in texts else _short("{" + ", ".join(sorted(map(str, texts))) + "}")
+    if isinstance(value, list | tuple):
+        texts = [text_of(each) for each in value]
+        left, right = "[]" if isinstance(value, list) else "()"
+        return None if None in texts else _short(f"{left}{', '.join(map(str, texts))}{right}")
+    return None
+
+
+def with_other_numbers(leaves: Leaves, others: Mapping[str, str | None], values: Mapping[str, Any], *, moved: bool) -> Any:
+    """The batch with those of `values` that a program is for. moved: and with other numbers where it takes any."""
+    given = {name: values[name] for name in _fixed(others)}
+    if moved:
+        given |= {name: _moved(leaves.values[name]) for name, wanted in others.items() if wanted in _KINDS}
+    return leaves.rebuild(list(leaves.tensors.values()), given)
+
+
+def stand_ins(others: Mapping[str, str | None], leaves: Leaves) -> dict[str, Any]:
+    """What stands in a batch for its values where a program of `others` is read by shapes: a tensor for each number that is an input."""
+    dtypes = {"a float": torch.get_default_dtype(), "an int": torch.int64}
+    return {name: torch.tensor(leaves.values[name], dtype=dtypes[wanted]) for name, wanted in others.items() if wanted in dtypes}
+
+
+def takes_numbers(others: Mapping[str, str | None]) -> bool:
+    """Whether numbers of the batch are inputs."""
+    return any(wanted in _KINDS for wanted in others.values())
+
+
+def check_following(others: Mapping[str, str | None], following: Mapping[str, Any]) -> None:
+    """Refuse a program for a list, an array or a fraction that is another one in the batch after the first: it would be so in every batch."""
+    for name, wanted in _fixed(others).items():
+        value = following.get(name)
+        few = value is None or isinstance(value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device | torch.Size)
+        if not few and text_of(value) != wanted:
+            raise refused_value(name, value, "it is another one in the next batch")
+
+
+def refused_value(name: str, value: Any, why: str) -> CaptureError:
+    """What is said of a value that changes too often for programs."""
+    kind = type(value).__name__ + (f" of {len(value)}" if isinstance(value, list | tuple | Mapping) else "")
+    return CaptureError(
+        f"The loss looks at {name} of the batch, a {kind}, in Python, and {why}: a program has what was there when it was read. "
+        f"Make a tensor of it in collate. {WAY_OUT}"
+    )
+
+
+class _LookedAtError(Exception):
+    """Something was done with what stands for a value of the batch."""
+
+
+class _Unread:
+    """Stands for a value of the batch, and says when it is looked at. Handing it on is not looking at it."""
+
+    def __init__(self, name: str, touched: dict[str, None]) -> None:
+        object.__setattr__(self, "_Unread__noted", (name, touched))
+
+    def __getattribute__(self, name: str) -> Any:
+        _note(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tree_leaves((args, kwargs or {})):
+            if type(each) is cls:
+                _note(each)
+        raise _LookedAtError
+
+
+def _note(unread: _Unread) -> NoReturn:
+    name, touched = object.__getattribute__(unread, "_Unread__noted")
+    touched[name] = None
+    raise _LookedAtError(name)
+
+
+def _noting(self: _Unread, *args: Any, **kwargs: Any) -> Any:
+    _note(self)
+
+
+_SPECIAL = """
+    abs add and bool bytes call ceil complex contains delattr delitem divmod enter eq exit float floor floordiv format ge getitem gt hash iadd iand
+    ifloordiv ilshift imatmul imod imul index int invert ior ipow irshift isub iter itruediv ixor le len lshift lt matmul mod mul ne neg next or pos
+    pow radd rand rdivmod repr reversed rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor setattr setitem str sub
+    truediv trunc xor
+"""
+for _name in _SPECIAL.split():
+    setattr(_Unread, f"__{_name}__", _noting)  # Python looks these up in the class
+
+
+_KINDS = ("a float", "an int")
+
+
+def _fixed(others: Mapping[str, str | None]) -> dict[str, str]:
+    """The values that a program is for alone, and their texts."""
+    return {name: wanted for name, wanted in others.items() if wanted is not None and wanted not in _KINDS}
+
+
+def _kind(value: Any) -> str | None:
+    """Of numbers that can be inputs."""
+    if isinstance(value, bool | enum.Enum):
+        return None
+    if isinstance(value, float | numpy.floating):
+        return "a float"
+    return "an int" if isinstance(value, int | numpy.integer) and -(2**63) <= int(value) < 2**63 else None
+
+
+def _always_counts(value: Any) -> bool:
+    """What code asks about with `is`, which no object can notice, or must be what it is."""
+    return value is None or isinstance(value, Tensor | bool | enum.Enum | torch.dtype)
+
+
+def _check_stable(name: str, value: Any) -> None:
+    if text_of(value) is None:
+        kind = f"{type(value).__name__}, " + (
+            "a dataclass" if is_dataclass(value) else "an object of which meshloom cannot tell whether two are equal"
+        )
+        raise CaptureError(
+            f"The loss looks at {name} of the batch, a {kind}: a program would keep what it is in the first batch for ever. "
+            f"Give its tensors and numbers to the batch themselves, in dicts, lists or dataclasses. {WAY_OUT}"
+        )
+
+
+def _view(leaves: Leaves, values: Mapping[str, Any], fixed: set[str], touched: dict[str, None]) -> Leaves:
+    """A batch whose tensors include its numbers, with `values` in the places of those that are fixed and nothing readable in the others'."""
+    missing = [name for name in values if name not in leaves.values]
+    if missing or len(values) != len(leaves.values):
+        raise CaptureError(
+            f"The two batches to read the loss with must be alike, and one holds {', '.join(values)} and the other {', '.join(leaves.values)}."
+        )
+    kinds = {name: torch.get_default_dtype() if _kind(value) == "a float" else torch.int64 for name, value in values.items() if _kind(value)}
+    numbers = {
+        name: torch.tensor(leaves.values[name] if _kind(leaves.values[name]) else values[name], dtype=dtype, device=leaves.device)
+        for name, dtype in kinds.items()
+        if name not in fixed
+    }
+    kept = {name: value if name in fixed else _Unread(name, touched) for name, value in values.items() if name not in numbers}
+
+    def rebuild(tensors: Any, others: Mapping[str, Any] | None = None) -> Any:
+        given = list(tensors)
+        count = len(leaves.tensors)
+        return leaves.rebuild(given[:count], {**kept, **dict(zip(numbers, given[count:], strict=True)), **(others or {})})
+
+    return Leaves({**leaves.tensors, **numbers}, rebuild)
+
+
+def _moved(number: Any) -> Any:
+    """Another number of about that size: an index stays one that exists."""
+    if _kind(number) == "a float":
+        return number * 0.75 if number else 0.25
+    return number - 1 if number > 0 else number + 1
+
+
+def _short(text: str, length: int = 2000) -> str:
+    return text if len(text) < length else f"{text[:40]}... {_hash(text.encode())}"
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,105 @@
+"""Reads a job's loss as a program, and refuses what a program would freeze."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job, LossFunction
+from meshloom.program.capture.batch_values import read_values
+from meshloom.program.ir.leaves import Leaves, leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import strides_of
+from meshloom.program.trace.build import build
+from meshloom.program.trace.export import Exported, context_of
+from meshloom.program.trace.frozen import check_equal, equal_bits
+from meshloom.program.trace.precision import build_model, in_precision
+from meshloom.program.trace.reading import check_tensors, device_of, folded, one_thread, read_once, read_twice, reading
+
+
+def capture(
+    job: Job, batches: tuple[Any, Any], *, training: bool = True, dtype: torch.dtype | None = None, numbers: bool = True, fold: bool = True
+) -> Program:
+    """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if there is none.
+
+    The loss is read twice, under different data and seeds; what differs would be frozen in the program, so it is refused.
+    dtype: convert the model and the batches to it first. numbers: whether numbers in a batch can be inputs; else the program is for these numbers.
+    fold: read calls of modules that are alike once (`folding.py`).
+    """
+    with one_thread():
+        return capture_module(
+            build_model(job, dtype, training=training, beside=batches[0]), job.loss, batches, dtype=dtype, numbers=numbers, fold=fold
+        )
+
+
+def capture_module(
+    model: nn.Module,
+    loss: LossFunction,
+    batches: tuple[Any, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    numbers: bool = True,
+    fold: bool = True,
+    once: bool = False,
+) -> Program:
+    """The same for a module that is there already. Its tensors stay as they are; plain attributes that its forward changes do not.
+
+    once: read it from the first batch alone, where it is known to be steady.
+    """
+    batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
+    given = leaves_of(batches[0]), leaves_of(batches[1])
+    _check_shapes(*given)
+
+    def read(leaves: Sequence[Leaves], fold: bool) -> Program:
+        if once:
+            return build(read_once(model, loss, leaves[0], fold=fold), model, leaves[0].tensors, device_of(model, leaves[0]), dtype)
+        exported = read_twice(model, loss, (leaves[0], leaves[1]), fold=fold)
+        device = device_of(model, leaves[0])
+        same = _same(*exported) and all(one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items())
+        program = build(exported[0], model, leaves[0].tensors, device, dtype)
+        if not same:
+            check_equal(program, build(exported[1], model, leaves[1].tensors, device, dtype))
+        return program
+
+    with reading(dtype):
+        program, others = read_values(given, lambda leaves: folded(partial(read, leaves)) if fold else read(leaves, False), numbers=numbers)
+    return replace(program, others=others, _runners={})
+
+
+def _same(first: Exported, second: Exported) -> bool:
+    """Whether two readings are the same before anything was made of them; then so is what is made of them."""
+    if (first.inputs, first.parameters, first.buffers, first.out_spec) != (second.inputs, second.parameters, second.buffers, second.out_spec):
+        return False
+    if list(first.constants) != list(second.constants) or not all(
+        one.dtype == other.dtype and strides_of(one) == strides_of(other) and equal_bits(one, other)
+        for one, other in zip(first.constants.values(), second.constants.values(), strict=True)
+    ):
+        return False
+    return len(first.graph.nodes) == len(second.graph.nodes) and all(
+        _fact(one) == _fact(other) for one, other in zip(first.graph.nodes, second.graph.nodes, strict=True)
+    )
+
+
+def _fact(node: fx.Node) -> tuple[str, ...]:
+    return node.op, node.name, str(node.target), str(node.args), str(node.kwargs), str(context_of(node))
+
+
+def _check_shapes(first: Leaves, second: Leaves) -> None:
+    check_tensors(first)
+    shapes = [{name: (tuple(leaf.shape), leaf.dtype) for name, leaf in each.tensors.items()} for each in (first, second)]
+    for name in dict.fromkeys([*shapes[0], *shapes[1]]):
+        one, other = shapes[0].get(name), shapes[1].get(name)
+        if one != other:
+            raise CaptureError(
+                f"The two batches to read the loss with must be alike, and {name} is {_shown(one)} in one and {_shown(other)} in the other."
+            )
+
+
+def _shown(shape: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return f"{str(shape[1]).removeprefix('torch.')}{list(shape[0])}" if shape else "missing"

@@ -1,0 +1,295 @@
+"""What a loss reads besides the model's tensors and the batch: plain values and tensors in closures, globals and attributes, compared step by step.
+
+A program keeps what such a value was when it was read. Which ones there are is found in the code of the loss, of the model's modules and of the user's
+functions that they name:
+
+    def loss(model, batch):
+        return criterion(model(batch["x"] * data.scale), batch["y"]) * WEIGHTS["main"]
+
+reads `data.scale` and `WEIGHTS["main"]`. Only what is loaded counts, not what is stored: `history["loss"] = ...` may be written by the loss at will.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+from torch import Tensor, nn
+
+from meshloom.core.errors import CaptureError, TrainingError
+from meshloom.program.ir.lines import WAY_OUT, is_users
+
+MOST = 64  # entries of a container that are looked at
+DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that a loss reads has another value."""
+
+    name: str
+    before: str
+    after: str
+
+
+class Outside:
+    """What `function` and `model` read, as it is now."""
+
+    def __init__(self, function: Callable[..., Any], model: nn.Module | None = None) -> None:
+        self._places: list[_Place] = []
+        self._paths: dict[int, str] = {}  # of the model's modules
+        self._seen: dict[Any, Any] = {}  # by identity; what is in it stays alive, so that no identity is used again
+        self._walk(function, "the loss", None, _NOTHING, 0)
+        if model is not None:
+            self._walk_model(model)
+        self._seen.clear()
+
+    def changed(self) -> Change | None:
+        """The first that differs from what it was."""
+        for place in self._places:
+            now = place.read()
+            if now is not place.value and not _equal(now, place.value):
+                return Change(place.name, _shown(place.value), _shown(now))
+            if place.version is not None and now._version != place.version:
+                return Change(place.name, "a tensor", "the same tensor with other values")
+            if place.copy is not None and not _equal(now, place.copy):
+                return Change(place.name, _shown(place.copy), _shown(now))
+        return None
+
+    def check_read(self) -> None:
+        """Raises `CaptureError` if running the loss has changed what it reads."""
+        change = self.changed()
+        if change:
+            raise CaptureError(
+                f"The loss reads {change.name} and changes it: it was {change.before}, and {change.after} after another batch. A program would keep what it is "
+                f"now. Make it a buffer of the model that is updated with torch, or put it into the batch. {WAY_OUT}"
+            )
+
+    def check_step(self) -> None:
+        """Raises `TrainingError` if what it reads was changed since."""
+        change = self.changed()
+        if change:
+            raise TrainingError(
+                f"The loss reads {change.name}, which was {change.before} when the loss was read and is {change.after} now. A program keeps what it was, so the "
+                f"step was not made. Put the value into the batch (in collate), where it may change. {WAY_OUT}"
+            )
+
+    def _walk_model(self, model: nn.Module) -> None:
+        for path, module in model.named_modules():
+            code = getattr(type(module).forward, "__code__", None)
+            if not isinstance(code, CodeType):
+                continue
+            self._paths[id(module)] = path
+            if is_users(code.co_filename):
+                self._walk(type(module).forward, type(module).__name__, None, reads_of(code), 0, own=module)
+            else:
+                self._note_attributes(module, reads_of(code))
+
+    def _note_attributes(self, module: nn.Module, reads: Reads) -> None:
+        path, attributes = self._paths.get(id(module), type(module).__name__), vars(module)
+        for name in reads.attributes:
+            if name != "training" and name in attributes and _is_plain(attributes[name]):
+                self._note(attributes[name], f"{path}.{name}" if path else name, partial(attributes.get, name))
+
+    def _walk(self, value: Any, name: str, read: Callable[[], Any] | None, reads: Reads, depth: int, own: Any = None) -> None:
+        """value: found at `name` by `read` (None: it cannot be replaced), in code that `reads`. own: what a method is of."""
+        if _is_plain(value) or isinstance(value, Tensor | numpy.ndarray):
+            if read is not None or not _is_plain(value):
+                self._note(value, name, read or (lambda: value))
+            return
+        if depth > DEPTH or (id(value), id(own), reads.attributes) in self._seen:
+            return
+        self._seen[id(value), id(own), reads.attributes] = value, own
+        before = len(self._places)
+        if isinstance(value, FunctionType):
+            self._walk_function(value, depth, own)
+        elif isinstance(value, MethodType):
+            self._walk(value.__func__, name, None, reads, depth + 1, own=value.__self__)
+        elif isinstance(value, partial):
+            for part in (value.func, value.args, value.keywords):
+                self._walk(part, name, None, reads, depth + 1)
+        elif isinstance(value, nn.Module):
+            for key, tensor in (*value.named_parameters(), *value.named_buffers()):
+                self._note(tensor, f"{name}.{key}", partial(_identity, tensor))
+        elif isinstance(value, Mapping):
+            named = [key for key in value if key in reads.constants or key in reads.stored]
+            for key in [each for each in named if each in reads.constants] if named else list(value)[:MOST]:
+                self._walk(value[key], f"{name}[{key!r}]", partial(_entry, value, key), reads, depth + 1)
+        elif isinstance(value, list | tuple | set | frozenset):
+            for number, each in enumerate(list(value)[:MOST]):
+                self._walk(each, f"{name}[{number}]", partial(_entry, value, number) if isinstance(value, list) else None, reads, depth + 1)
+        elif isinstance(value, ModuleType):
+            if is_users(getattr(value, "__file__", None) or ""):
+                self._walk_attributes(vars(value), value, name, reads, depth)
+        elif hasattr(value, "__dict__") and not isinstance(value, type(len)):
+            self._walk_object(value, name, reads, depth)
+        if len(self._places) > before and read is not None and not isinstance(value, FunctionType | MethodType):
+            self._places.append(_Place(name, read, value, None, None))  # another one in its place has other attributes
+
+    def _walk_function(self, function: FunctionType, depth: int, own: Any) -> None:
+        code = function.__code__
+        if not is_users(code.co_filename):
+            return
+        reads = reads_of(code)
+        for name in reads.names:
+            if name in function.__globals__:
+                found = function.__globals__[name]
+                _check_no_iterator(name, found, reads)
+                self._walk(found, f"{name} (a global of {code.co_filename})", partial(function.__globals__.get, name), reads, depth + 1)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            try:
+                found = cell.cell_contents
+            except ValueError:  # empty
+                continue
+            _check_no_iterator(name, found, reads)
+            if name in reads.cells:
+                self._walk(found, name, partial(getattr, cell, "cell_contents"), reads, depth + 1)
+        for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._walk(each, f"a default of {function.__qualname__}", None, reads, depth + 1)
+        if own is not None and not isinstance(own, nn.Module):
+            self._walk_object(own, function.__qualname__.rpartition(".")[0] or "self", reads, depth + 1)
+        elif own is not None:
+            self._note_attributes(own, reads)
+            self._walk_methods(own, reads, depth)
+
+    def _walk_object(self, value: Any, name: str, reads: Reads, depth: int) -> None:
+        kind = value if isinstance(value, type) else type(value)
+        if not _is_users_class(kind):
+            return
+        self._walk_attributes(vars(value), value, name, reads, depth)
+        if not isinstance(value, type):
+            for attribute in reads.attributes:
+                if attribute not in vars(value) and _is_plain(found := getattr(kind, attribute, None)) and found is not None:
+                    self._note(found, f"{name}.{attribute}", partial(getattr, value, attribute, None))
+            self._walk_methods(value, reads, depth)
+
+    def _walk_attributes(self, attributes: Mapping[str, Any], owner: Any, name: str, reads: Reads, depth: int) -> None:
+        for attribute in reads.attributes:
+            if attribute in attributes:
+                self._walk(attributes[attribute], f"{name}.{attribute}", partial(getattr, owner, attribute, None), reads, depth + 1)
+
+    def _walk_methods(self, value: Any, reads: Reads, depth: int) -> None:
+        for attribute in (*reads.attributes, "__call__"):
+            found = inspect.getattr_static(type(value), attribute, None)
+            found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+            if isinstance(found, FunctionType) and is_users(found.__code__.co_filename):
+                self._walk(found, attribute, None, reads, depth + 1, own=value)
+
+    def _note(self, value: Any, name: str, read: Callable[[], Any]) -> None:
+        version = value._version if isinstance(value, Tensor) and not value.is_inference() else None
+        copy = value.copy() if isinstance(value, numpy.ndarray) and value.size <= 4096 and not value.dtype.hasobject else None
+        self._places.append(_Place(name, read, value, version, copy))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """value: what was there. version: of a tensor. copy: of an array."""
+
+    name: str
+    read: Callable[[], Any]
+    value: Any
+    version: int | None
+    copy: Any
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a piece of code loads, with the functions written in it.
+
+    names: globals. cells: of closures. constants, stored: texts in it, and those under which it only puts something into a dict.
+    """
+
+    names: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    constants: frozenset[str] = frozenset()
+    stored: frozenset[str] = frozenset()
+
+
+_NOTHING = Reads()
+
+
+@lru_cache(maxsize=1024)
+def reads_of(code: CodeType) -> Reads:
+    names: dict[str, None] = {}
+    cells: dict[str, None] = {}
+    attributes: dict[str, None] = {}
+    constants: set[str] = set()
+    stored: set[str] = set()
+    instructions = list(dis.get_instructions(code))
+    for each, following in zip(instructions, [*instructions[1:], None], strict=True):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names[each.argval] = None
+        elif each.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"):
+            cells[each.argval] = None
+        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes[each.argval] = None
+        elif each.opname == "LOAD_CONST" and isinstance(each.argval, str):
+            (stored if following is not None and following.opname == "STORE_SUBSCR" else constants).add(each.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner = reads_of(constant)
+            names |= dict.fromkeys(inner.names)
+            cells |= dict.fromkeys(inner.cells)
+            attributes |= dict.fromkeys(inner.attributes)
+            constants |= inner.constants
+            stored |= inner.stored
+    return Reads(tuple(names), tuple(cells), tuple(attributes), frozenset(constants), frozenset(stored))
+
+
+def _check_no_iterator(name: str, found: Any, reads: Reads) -> None:
+    if "next" in reads.names and isinstance(found, Iterator):
+        raise CaptureError(
+            f"The loss takes what comes next from {name}, a {type(found).__name__}; a program would keep what it took when it was read. "
+            f"Put it into the batch (in collate). {WAY_OUT}"
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | enum.Enum | numpy.generic)
+
+
+def _is_users_class(kind: type) -> bool:
+    methods = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
+    code = next((each.__code__ for each in methods if not each.__code__.co_filename.startswith("<")), None)
+    if code is not None:
+        return is_users(code.co_filename)
+    module = inspect.getmodule(kind)
+    return kind.__module__ == "types" or is_users(getattr(module, "__file__", None) or "")  # SimpleNamespace holds what the user put into it
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
+        return False
+    if isinstance(one, numpy.ndarray):
+        return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if not _is_plain(one):
+        return False
+    return bool(one == other) or (one != one and other != other)
+
+
+def _shown(value: Any) -> str:
+    if _is_plain(value):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:60]}..."
+    return f"another {type(value).__name__}" if not isinstance(value, Tensor | numpy.ndarray) else f"a {type(value).__name__}"
+
+
+def _entry(container: Any, key: Any) -> Any:
+    try:
+        return container[key]
+    except (KeyError, IndexError):
+        return None
+
+
+def _identity(value: Any) -> Any:
+    return value

@@ -1,0 +1,228 @@
+"""Reads a job's loss by shapes alone: whatever its size, on any machine, for any device.
+
+The model is built and its loss read under fake tensors, which have everything but values. Small tensors keep theirs while the
+model is built, because constructors look at them: `torch.linspace(0, 0.1, 12)[3].item()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshloom.core.errors import CaptureError, MeshloomError
+from meshloom.core.job import Job
+from meshloom.program.ir.leaves import Leaves, leaves_of
+from meshloom.program.ir.lines import describe_line, line_of_error
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import empty_like
+from meshloom.program.trace.build import build
+from meshloom.program.trace.on_cpu import fake_mode
+from meshloom.program.trace.precision import build_model
+from meshloom.program.trace.reading import check_tensors, device_of, folded, read_once, reading
+
+SMALL = 4096  # elements
+Built = tuple[nn.Module, FakeTensorMode]
+
+
+def capture_shapes(
+    job: Job,
+    batch: Any,
+    *,
+    training: bool = True,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    small: int = SMALL,
+    kept: Callable[[nn.Module, Leaves, Callable[[], Program]], Program] | None = None,
+    built: Callable[[Callable[[], Built]], Built] | None = None,
+) -> Program:
+    """The program of `job.loss` for batches of the shapes of `batch`, as `capture` gives it but without values: it can be looked at, not run.
+
+    The loss is read once, so what only a second reading would show is not refused here.
+    dtype: convert the model and the batch to it first.
+    device: where the model and the batch are said to lie; it need not be there. The code takes its way on a CPU, and autocast casts as on one.
+    small: most elements of a tensor that has values while the model is built.
+    kept: gives the program for the model and the batch without values, or what the function that it is handed reads.
+    built: gives the model, which nothing has read yet, or what the function that it is handed builds.
+    Raises `CaptureError` if there is no program, or if the model's constructor needs the values of a larger tensor.
+    """
+    leaves = leaves_of(batch)
+    check_tensors(leaves)
+    where = torch.device(device)
+
+    def build_here() -> Built:
+        return model_by_shapes(job, dtype, training=training, small=small)
+
+    with reading(dtype), on_cpu(where):
+        model, mode = built(build_here) if built else build_here()
+        shapes = Leaves({name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild)
+
+        def read() -> Program:
+            program = folded(
+                lambda fold: build(read_once(model, job.loss, shapes, fold=fold), model, shapes.tensors, device_of(model, shapes), dtype)
+            )
+            constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
+            return replace(moved_to(program, where), constants=constants, by_shapes=True)
+
+        return kept(model, shapes, read) if kept else read()
+
+
+def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool, small: int = SMALL) -> Built:
+    """The job's model with parameters and buffers that have everything but values, on the CPU; and the mode that batches for it are made in.
+
+    dtype, small: as in `capture_shapes`.
+    """
+    mode = fake_mode(static_shapes=True, allow_non_fake_inputs=True)
+    model = _build(job, mode, small, training=training)
+    _convert(model, mode, dtype)
+    return model, mode
+
+
+@contextmanager
+def on_cpu(device: torch.device) -> Iterator[None]:
+    """Around what builds and reads a model by shapes: whatever lies on `device` lies on the CPU."""
+    with _OnCPU(), _autocast_of(device):
+        yield
+
+
+def moved_to(program: Program, device: torch.device) -> Program:
+    """A program that was read on the CPU, as one of `device`."""
+    return replace(program, nodes=tuple(_moved(node, device) for node in program.nodes), device=device, _runners={})
+
+
+def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.Module:
+    try:
+        with _SmallAreReal(mode, small), _truncated_at_once():
+            return build_model(job, None, training=training)
+    except MeshloomError:
+        raise
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CaptureError(
+            f"The model cannot be built by shapes alone at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first[:160]}. "
+            "Build it without reading the values of large tensors (.item(), .numpy(), SciPy), or capture it from real batches."
+        ) from error
+
+
+@contextmanager
+def _truncated_at_once() -> Iterator[None]:
+    """`trunc_normal_` draws again until no value lies outside, which fake ones never show."""
+    init: Any = torch.nn.init
+    draw = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = draw
+
+
+class _SmallAreReal(TorchDispatchMode):
+    """Operators give fake tensors, except those that see no fake one and give small ones: these run."""
+
+    def __init__(self, mode: FakeTensorMode, small: int) -> None:
+        super().__init__()
+        self._mode = mode
+        self._small = small
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        real = not any(isinstance(each, FakeTensor) for each in given)
+        if real and given and (func._schema.is_mutable or _LOOKS_AT_VALUES & set(func.tags)):
+            return func(*args, **kwargs)
+        if _LOOKS_AT_VALUES & set(func.tags):
+            if func in _CHECKS:
+                return True
+            raise DataDependentOutputException(func)
+        with self._mode:
+            value = func(*args, **kwargs)
+        if real and all(each.numel() <= self._small for each in tree_leaves(value) if isinstance(each, Tensor)):
+            return func(*args, **kwargs)
+        return value
+
+
+_LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}  # parametrizations ask them of their matrices
+
+
+def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    """Replace every parameter and buffer by a fake one of this precision; tied ones stay tied."""
+    made: dict[Tensor, Tensor] = {}
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                if tensor not in made:
+                    made[tensor] = fake_of(tensor, mode, dtype)
+                setattr(module, name, made[tensor])  # not straight into the dict: recurrent layers keep a list of their weights
+
+
+def fake_of(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor as this one without values, on the CPU. dtype: of a floating-point one; default: its own."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if wanted == tensor.dtype and tensor.device.type == "cpu":
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+class _OnCPU(TorchFunctionMode):
+    """Whatever device the code names is the CPU: autograd ends the process when it sees a device that this torch is not built for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0].to("cpu")
+        if func is Tensor.to:
+            args = [_cpu(each) if isinstance(each, str) else each for each in args]
+        if "device" in kwargs:
+            kwargs["device"] = _cpu(kwargs["device"])
+        return func(*(_cpu(each) if isinstance(each, torch.device) else each for each in args), **kwargs)
+
+
+def _cpu(device: Any) -> Any:
+    """The CPU for any device but `meta`; None for none."""
+    kind = "cuda" if isinstance(device, int) else torch.device(device).type if device is not None else "meta"
+    return device if kind in ("cpu", "meta") else torch.device("cpu")
+
+
+@contextmanager
+def _autocast_of(device: torch.device) -> Iterator[None]:
+    """Autocast regions for `device` are open though it is not there; what they cast is what they would on the CPU."""
+    autocast: Any = torch.amp.autocast_mode.autocast
+    begin = autocast.__init__
+
+    def on_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None) -> None:
+        if device_type == device.type != "cpu":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device_type)
+        begin(self, device_type, dtype, enabled, cache_enabled)
+
+    autocast.__init__ = on_cpu
+    try:
+        yield
+    finally:
+        autocast.__init__ = begin
+
+
+def _moved(node: Node, device: torch.device) -> Node:
+    """The node with `device` for the CPU, in its arguments and its autocast regions."""
+    regions = tuple(replace(each, device=device.type) if each.device == "cpu" else each for each in node.context.autocast)
+    kwargs = {key: _with_device(each, device) for key, each in node.kwargs.items()}
+    return replace(node, args=_with_device(node.args, device), kwargs=kwargs, context=replace(node.context, autocast=regions))
+
+
+def _with_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_with_device(each, device) for each in value)
+    return device if isinstance(value, torch.device) and value.type == "cpu" else value

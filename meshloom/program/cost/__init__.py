@@ -1,0 +1,1 @@
+"""What a program costs: work, bytes, seconds, and what autograd saves."""

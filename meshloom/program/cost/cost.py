@@ -1,0 +1,266 @@
+"""What every operator of a program costs: work, bytes moved, and what autograd keeps of it for the backward.
+
+The program's step is run once on fake tensors, forward and backward. Each ATen call is priced as it passes; a call in the backward
+belongs to the node whose forward recorded it, which autograd's sequence numbers tell:
+
+    node        gelu     linear   sum          autograd nodes made: numbers [7, 8), [8, 10), [10, 11)
+    backward    ... <--- 9, 8 <-- 10           a call under autograd node 9 belongs to `linear`
+
+Of blocks that are alike a few are run (`shortened.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshloom.program.cost.cost_fake import (
+    device_asked,
+    fake_buffers,
+    fake_inputs,
+    fake_parameters,
+    fake_tensors,
+    leaves,
+    loss_of,
+    next_number,
+    number_here,
+    run_nodes,
+    tensors_in,
+)
+from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
+from meshloom.program.cost.shortened import node_by_node
+from meshloom.program.ir.nodes import Variable
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import memory_of, storage_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Memory that autograd keeps from forward to backward.
+
+    memory: the value that owns it: a parameter, buffer, input, constant or node, all by the name of the value; `NODE:n` for further
+        tensors of a node and for those made inside of it (a norm's statistics, attention's log-sum-exp). What is kept through a view is the owner's.
+    num_bytes: all of that memory, also where a view sees a part of it.
+    """
+
+    memory: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One node's cost in a step.
+
+    flops, backward_flops: by the rules of `torch.utils.flop_counter`: matrix products, convolutions and attention, two operations per
+        multiply-add; elementwise operators are 0. Recomputation is not part of it: checkpointed blocks are read as what they compute.
+    read_bytes, written_bytes: of all operands and results of its ATen calls in the forward, each element once; views are 0.
+    backward_read_bytes, backward_written_bytes: the same of its backward, the sums where gradients meet included.
+    kept: what it makes autograd keep. Memory that two nodes keep is listed at both.
+    """
+
+    flops: int = 0
+    backward_flops: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    backward_read_bytes: int = 0
+    backward_written_bytes: int = 0
+    kept: tuple[Kept, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCost:
+    """What the module at a path costs with all that is inside of it.
+
+    parameters, parameter_bytes: counted once where tied. kept_bytes: activations, each memory once; without parameters, buffers,
+    constants and the batch, which are there anyway. nodes: how many operators.
+    """
+
+    parameters: int
+    parameter_bytes: int
+    flops: int
+    backward_flops: int
+    kept_bytes: int
+    nodes: int
+
+
+def costs(program: Program) -> dict[str, Cost]:
+    """Node name -> its cost, in the program's order. Needs no memory for tensors: the program may be of any size."""
+    with fake_tensors():
+        return node_by_node(program, _costs, _renamed)
+
+
+def by_module(program: Program, costs: Mapping[str, Cost], depth: int | None = None) -> dict[str, ModuleCost]:
+    """Module path -> sums over it and what is inside; '' is all. Ordered as the forward reaches them.
+
+    depth: how many parts of a path to tell apart: 1 for the model's own children. None: all.
+    """
+    given = _given(program)
+    totals: dict[str, _Total] = {"": _Total()}
+    for node in program.nodes:
+        for path in _prefixes(node.path, depth):
+            totals.setdefault(path, _Total()).add(costs[node.name], given)
+    for name, variable in program.parameters.items():
+        paths = {path for each in (name, *variable.aliases) for path in _prefixes(each.rpartition(".")[0], depth)}
+        for path in sorted(paths):
+            total = totals.setdefault(path, _Total())
+            total.parameters += _count(variable)
+            total.parameter_bytes += _count(variable) * variable.meta.dtype.itemsize
+    return {path: total.sum() for path, total in totals.items()}
+
+
+def kept_bytes(program: Program, costs: Iterable[Cost]) -> int:
+    """Bytes of the activations that these nodes keep, each memory once; without parameters, buffers, constants and the batch."""
+    given = _given(program)
+    return sum({each.memory: each.num_bytes for cost in costs for each in cost.kept if each.memory not in given}.values())
+
+
+@dataclass
+class _Total:
+    parameters: int = 0
+    parameter_bytes: int = 0
+    flops: int = 0
+    backward_flops: int = 0
+    nodes: int = 0
+    kept: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add(self, cost: Cost, given: frozenset[str]) -> None:
+        self.flops += cost.flops
+        self.backward_flops += cost.backward_flops
+        self.nodes += 1
+        self.kept |= {each.memory: each.num_bytes for each in cost.kept if each.memory not in given}
+
+    def sum(self) -> ModuleCost:
+        return ModuleCost(
+            parameters=self.parameters,
+            parameter_bytes=self.parameter_bytes,
+            flops=self.flops,
+            backward_flops=self.backward_flops,
+            kept_bytes=sum(self.kept.values()),
+            nodes=self.nodes,
+        )
+
+
+def _given(program: Program) -> frozenset[str]:
+    """Values that are there before the program runs."""
+    state = (*program.parameters.values(), *program.buffers.values())
+    return frozenset([*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)])
+
+
+def _prefixes(path: str, depth: int | None) -> list[str]:
+    """The path and those of all modules around it, outermost first.
+
+    >>> _prefixes("a.b.c", None), _prefixes("a.b.c", 1)
+    (['', 'a', 'a.b', 'a.b.c'], ['', 'a'])
+    """
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts[:depth]) + 1)]
+
+
+def _count(variable: Variable) -> int:
+    count = 1
+    for size in variable.meta.shape:
+        count *= size
+    return count
+
+
+def _costs(program: Program) -> dict[str, Cost]:
+    values: dict[str, Any] = dict(leaves(program, fake_parameters(program), fake_buffers(program), fake_inputs(program)))
+    owners: dict[int, str] = {}  # memory -> its name
+    for name, tensor in values.items():
+        owners.setdefault(memory_of(tensor), name)
+    firsts = [next_number()]  # the first sequence number of each node's autograd nodes
+    saved: list[weakref.ref[_Saved]] = []
+
+    def pack(tensor: Tensor) -> _Saved:
+        held = _Saved(len(firsts) - 1, tensor)
+        saved.append(weakref.ref(held))
+        return held
+
+    with _Meter(lambda: len(firsts) - 1) as forward, saved_tensors_hooks(pack, lambda held: held.tensor):
+        for node in run_nodes(program, values, keep=True):
+            firsts.append(next_number())
+            for number, tensor in enumerate(tensors_in(values[node.name])):
+                owners.setdefault(memory_of(tensor), f"{node.name}:{number}" if number else node.name)
+            tensor = None
+        loss = loss_of(program, values)
+    values.clear()  # what autograd saved for values that the loss does not need goes with them
+    kept = _kept(program, (held for each in saved if (held := each()) is not None), owners)
+    with _Meter(lambda: bisect_right(firsts, number) - 1 if (number := number_here()) is not None else None) as backward:
+        if loss is not None:
+            loss.backward()
+    return {
+        node.name: Cost(
+            flops=forward.flops[index],
+            backward_flops=backward.flops[index],
+            read_bytes=forward.read[index],
+            written_bytes=forward.written[index],
+            backward_read_bytes=backward.read[index],
+            backward_written_bytes=backward.written[index],
+            kept=tuple(Kept(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept[index].items()),
+        )
+        for index, node in enumerate(program.nodes)
+    }
+
+
+def _renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
+    """The cost of a node that is like another. names: value -> the one in its place."""
+    return replace(cost, kept=tuple(replace(each, memory=_renamed_memory(each.memory, names)) for each in cost.kept)) if cost.kept else cost
+
+
+def _renamed_memory(memory: str, names: Mapping[str, str]) -> str:
+    value, colon, number = memory.partition(":")
+    return names.get(value, value) + colon + number
+
+
+class _Saved:
+    """A tensor that autograd saved while node number `index` ran. It lives as long as autograd wants it."""
+
+    def __init__(self, index: int, tensor: Tensor) -> None:
+        self.index = index
+        self.tensor = tensor
+
+
+class _Meter(TorchDispatchMode):
+    """Adds up what passes, by index of the node it belongs to; `here` tells which, None: the one before."""
+
+    def __init__(self, here: Callable[[], int | None]) -> None:
+        super().__init__()
+        self._here = here
+        self._last = 0
+        self.flops, self.read, self.written = (defaultdict[int, int](int) for _ in range(3))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if (device := device_asked(func, args)) is not None:
+            return device
+        value = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # questions, like which device
+            return value
+        here = self._here()
+        self._last = index = self._last if here is None else here
+        self.flops[index] += flops(func, args, kwargs or {}, value)
+        read, written = bytes_read_and_written(func, args, kwargs or {}, value)
+        self.read[index] += read
+        self.written[index] += written
+        return value
+
+
+def _kept(program: Program, saved: Iterable[_Saved], owners: dict[int, str]) -> dict[int, dict[str, int]]:
+    """Index of the node -> memory -> bytes. Memory without an owner gets the name of the node that saved it first."""
+    kept: dict[int, dict[str, int]] = defaultdict(dict)
+    inside: dict[int, int] = defaultdict(int)
+    for each in saved:
+        memory = memory_of(each.tensor)
+        if memory not in owners:
+            node = program.nodes[each.index]
+            inside[each.index] += 1
+            owners[memory] = f"{node.name}:{max(len(node.outputs), 1) - 1 + inside[each.index]}"
+        kept[each.index][owners[memory]] = storage_of(each.tensor).nbytes()
+    return kept

@@ -1,0 +1,109 @@
+"""A program's step on fake tensors: its operators run with autograd as on real ones, and no memory is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshloom.program.ir.contexts import Entered
+from meshloom.program.ir.nodes import Meta, Node, Ref, last_uses
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import empty_like
+from meshloom.program.trace.on_cpu import AsOnCPU, fake_mode
+
+_torch: Any = torch  # for what torch keeps to itself
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside have no values; gradients are recorded."""
+    with torch.enable_grad(), fake_mode(), AsOnCPU():
+        yield
+
+
+def fake_parameters(program: Program) -> dict[str, Tensor]:
+    """User's name -> a parameter like the program's."""
+    return {name: torch.nn.Parameter(_like(each.meta, program.device), each.meta.requires_grad) for name, each in program.parameters.items()}
+
+
+def fake_buffers(program: Program) -> dict[str, Tensor]:
+    """User's name -> a tensor like the program's buffer."""
+    return {name: _like(each.meta, program.device) for name, each in program.buffers.items()}
+
+
+def fake_inputs(program: Program) -> list[Tensor]:
+    """The batch's tensors, in order."""
+    return [_like(each.meta, program.device) for each in program.inputs]
+
+
+def fake_constants(program: Program) -> dict[str, Tensor]:
+    """Value -> a tensor like that constant."""
+    return {name: empty_like(each, program.device) for name, each in program.constants.items()}
+
+
+def leaves(program: Program, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Name of the value -> tensor, for all that a program is given."""
+    values = {each.value: parameters[name] for name, each in program.parameters.items()}
+    values |= {each.value: buffers[name] for name, each in program.buffers.items()}
+    return values | {each.value: tensor for each, tensor in zip(program.inputs, inputs, strict=True)} | fake_constants(program)
+
+
+def run_nodes(program: Program, values: dict[str, Any], *, keep: bool) -> Iterator[Node]:
+    """Run node by node inside `fake_tensors`; yields each when its value is in `values`.
+
+    keep: leave values there after their last use. Parameters, inputs and what the program returns stay in any case.
+    """
+    contexts = tuple(dict.fromkeys(node.context for node in program.nodes))
+    number = {context: index for index, context in enumerate(contexts)}
+    made = {node.name for node in program.nodes}
+    dying = {} if keep else last_uses(program.nodes, (program.outputs, tuple(program.updates.values())))
+    with Entered(contexts, device=program.device.type) as entered:
+        for node in program.nodes:
+            entered.move_to(number[node.context])
+            args, kwargs = tree_map_only(Ref, lambda ref: values[ref.name], (node.args, dict(node.kwargs)))
+            values[node.name] = node.target(*args, **kwargs)
+            del args, kwargs
+            for name in dying.get(node.name, ()):
+                if name in made:
+                    del values[name]
+            yield node
+
+
+def next_number() -> int:
+    """The sequence number that autograd's next node will have."""
+    return _torch.autograd._get_sequence_nr()
+
+
+def number_here() -> int | None:
+    """Sequence number of the autograd node whose backward runs; None: gradients are stored."""
+    node = _torch._C._current_autograd_node()
+    number = node._sequence_nr() if node is not None else None
+    return None if number is None or number >= 2**63 else number
+
+
+def device_asked(func: Any, args: Sequence[Any]) -> torch.device | None:
+    """The answer if this call only asks a fake tensor for its device; autograd does so as often as it calls operators."""
+    asked = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+    return args[0].fake_device if asked else None
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an operator's result or arguments."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def loss_of(program: Program, values: Mapping[str, Any]) -> Tensor | None:
+    """What backward starts from: the sum of the first output, if it has a gradient."""
+    first = program.outputs[0] if program.outputs else None
+    value = values.get(first.name) if isinstance(first, Ref) else None
+    return value.sum() if isinstance(value, Tensor) and value.requires_grad else None
+
+
+def _like(meta: Meta, device: torch.device) -> Tensor:
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)

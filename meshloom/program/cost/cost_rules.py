@@ -1,0 +1,115 @@
+"""What one ATen call costs: floating-point operations by torch's own formulas, bytes that it reads and writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import flop_counter
+from torch.utils._pytree import tree_leaves
+
+from meshloom.program.ir.sparse_constants import dense_parts, memory_of
+
+aten = torch.ops.aten
+_flop_counter: Any = flop_counter  # its formulas by operator have no types
+
+# Of their first tensor these read what they give, not all of it.
+_PICK = {"embedding", "index", "index_select", "gather", "take", "_index_put_impl"}
+# These write without looking at what was there.
+_OVERWRITE = {"copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "set_"}
+_ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> int:
+    """Floating-point operations of an ATen call: matrix products, convolutions, attention, fused recurrent layers; 0 for all else."""
+    formula = _FORMULAS.get(func.overloadpacket) or _FORMULAS_BY_NAME.get(func.name())
+    return int(formula(*args, **kwargs, out_val=value)) if formula else 0
+
+
+def bytes_read_and_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> tuple[int, int]:
+    """Bytes that an ATen call reads and writes if every element of an operand is touched once. Views and allocations cost nothing."""
+    name = func.overloadpacket.__name__
+    outputs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if name in _ALLOCATE or not outputs:
+        return 0, 0
+    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    held = {memory_of(each) for each in operands}
+    written = sum(_num_bytes(each) for each in outputs if memory_of(each) not in held)
+    if func._schema.is_mutable:
+        updated = [leaf for argument, given in _given(func, args, kwargs) if _is_written(argument) for leaf in tree_leaves(given)]
+        written += sum(_num_bytes(each) for each in updated if isinstance(each, Tensor))
+        operands = operands[1:] if name in _OVERWRITE else operands
+    elif not written:
+        return 0, 0
+    if name in _PICK:
+        return sum(_num_bytes(each) for each in outputs) + sum(map(_num_bytes, operands[1:])), written
+    return sum(map(_num_bytes, operands)), written
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of its distinct elements: what is expanded counts once."""
+    total = 0
+    for part in dense_parts(tensor):
+        count = 1
+        for size, stride in zip(part.shape, part.stride(), strict=True):
+            count *= int(size) if stride or not size else 1
+        total += count * part.element_size()
+    return total
+
+
+def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    arguments = func._schema.arguments
+    return [*zip(arguments, args, strict=False), *((each, kwargs[each.name]) for each in arguments if each.name in kwargs)]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _recurrent_layer(x: Any, w_x: Any, w_h: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """x [length, batch, features] times w_x [gates, features], and as many states times w_h [gates, hidden]."""
+    return 2 * x[0] * x[1] * (w_x[0] * w_x[1] + w_h[0] * w_h[1])
+
+
+def _recurrent_layer_backward(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * _recurrent_layer(*args)
+
+
+def _grouped_product(x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Rows of x [rows, features] times the matrix of their group in w [groups, features, outputs]; other ways to group cost the same."""
+    return 2 * x[-2] * x[-1] * w[-1] * (x[0] if len(x) == len(w) == 3 else 1)
+
+
+def _grouped_product_backward(x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * _grouped_product(x, w)
+
+
+def _trilinear(x: Any, w: Any, y: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """The sum of x w y, each with dims of 1 put in where the lists of dims behind them say: two products and a sum per element."""
+    shapes: list[list[int]] = []
+    for shape, places in zip((x, w, y), args, strict=False):
+        grown = list(shape)
+        for place in places:
+            grown.insert(place, 1)
+        shapes.append(grown)
+    return 3 * math.prod(map(max, *shapes))
+
+
+# What torch's table lacks: the attention and the recurrent layer that CPUs run.
+_FORMULAS: Mapping[Any, Any] = {
+    **_flop_counter.flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _flop_counter.sdpa_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flop_counter.sdpa_backward_flop,
+    aten.mkldnn_rnn_layer: _flop_counter.shape_wrapper(_recurrent_layer),
+    aten.mkldnn_rnn_layer_backward: _flop_counter.shape_wrapper(_recurrent_layer_backward),
+    aten._trilinear: _flop_counter.shape_wrapper(_trilinear),
+    aten._grouped_mm: _flop_counter.shape_wrapper(_grouped_product),
+}
+# Operators of libraries that register them when they are imported.
+_FORMULAS_BY_NAME: Mapping[str, Any] = {
+    "transformers::grouped_mm_fallback": _flop_counter.shape_wrapper(_grouped_product),
+    "transformers::grouped_mm_fallback_backward": _flop_counter.shape_wrapper(_grouped_product_backward),
+}

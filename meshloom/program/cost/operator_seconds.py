@@ -1,0 +1,82 @@
+"""Seconds of every operator of a program: forward, backward, and how much of the backward can wait.
+
+In a pipeline whose backward comes in two halves, gradients of weights wait until there is nothing else to do. Those of linear layers whose weights are
+parameters do; of the others' backward nothing can be put off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from meshloom.program.cost.cost import Cost
+from meshloom.program.cost.program_seconds import node_seconds
+from meshloom.program.cost.rates import Rates
+from meshloom.program.ir.nodes import Node, Ref
+from meshloom.program.ir.program import Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Of one operator and one microbatch. later: what of `backward` is gradients of weights, which can wait.
+
+    >>> Work(forward=1.0, backward=2.0, later=1.0).total
+    3.0
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    later: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Forward and backward together."""
+        return self.forward + self.backward
+
+
+def work_of(program: Program, costs: Mapping[str, Cost], rates: Rates) -> dict[str, Work]:
+    """Node -> its seconds: on the curves of the machine, if they were measured, or else at these rates."""
+    if rates.machine is None:
+        return with_later(program, {node.name: rates.forward_and_backward_seconds(costs[node.name]) for node in program.nodes})
+    measured = {node.name: node_seconds(node, costs[node.name], rates.machine) for node in program.nodes}
+    return with_later(program, {name: (each.forward, each.backward) for name, each in measured.items()})
+
+
+def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> dict[str, Work]:
+    """Node -> its seconds. seconds: forward and backward of each.
+
+    Of a linear layer's backward half is its weights' gradient: both halves multiply as much. All of it is, where its input needs no gradient.
+    """
+    needing = {node.name for node in program.nodes if any(each.requires_grad for each in node.outputs)}
+    waiting = weights_that_wait(program)
+    found: dict[str, Work] = {}
+    for node in program.nodes:
+        forward, backward = seconds[node.name]
+        share = 0.0
+        if node.name in waiting:
+            first = next(node.operands()).name
+            share = 0.5 if first in needing else 1.0
+        found[node.name] = Work(forward=forward, backward=backward, later=share * backward)
+    return found
+
+
+def computed_again(work: Mapping[str, Work], seconds: Mapping[str, float]) -> dict[str, Work]:
+    """The same where backward begins by computing some operators again. seconds: node -> of that."""
+    return {name: replace(each, backward=each.backward + seconds.get(name, 0.0)) for name, each in work.items()}
+
+
+def weights_that_wait(program: Program) -> frozenset[str]:
+    """Nodes whose weights' gradients can be computed apart: linear layers of parameters. Autocast regions stay as they are."""
+    parameters = {each.value for each in program.parameters.values() if each.meta.requires_grad}
+    return frozenset(node.name for node in program.nodes if _waits(node, parameters))
+
+
+def _waits(node: Node, parameters: set[str]) -> bool:
+    if node.target is not aten.linear.default or node.kwargs or not node.context.grad or any(each.enabled for each in node.context.autocast):
+        return False
+    weights = [each for each in node.args[1:] if each is not None]
+    return all(isinstance(each, Ref) and each.name in parameters for each in weights)

@@ -1,0 +1,140 @@
+"""What computing and talking take on the machine that a program is divided for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+from meshloom.machine.machine import Machine, collective_seconds, this_machine
+from meshloom.program.cost.cost import Cost
+from meshloom.program.operators.payload import Collective
+
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+_MANY = 2.0**26  # bytes, for the slope of a line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Seconds of a collective: latency_seconds + bytes that a rank hands in / bytes_per_second."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a rank does per second, and what a collective takes.
+
+    flops_per_second, bytes_per_second: of operators; one takes as long as the slower of its two (the roofline; Williams et al., 2009).
+    start_seconds: of any collective, however small. latency_seconds: of each message. link_bytes_per_second: of each rank's link.
+        Collectives are rings of these: an all-reduce sends 2(N-1) messages of S/N one after another (Patarasuk & Yuan, 2009).
+    measured: of collectives among the ranks in question, where they were measured, instead of these.
+    memory_price: what holding a byte of parameters, gradients and optimizer state is worth, in bytes sent per step. Who asks for tp wants
+        memory divided, and dividing the batch instead is what dp is for. With 0, large batches of small models are divided by
+        samples, which leaves every parameter on every rank and a step of the benchmark GPT (batch 64, Gloo) 6 % shorter.
+    send: a message from one rank to another, where it was measured.
+    machine: what was measured of its operators, where it was.
+    source: where they are from, for people.
+    """
+
+    flops_per_second: float = 5e10
+    bytes_per_second: float = 1e10
+    start_seconds: float = 3e-4
+    latency_seconds: float = 2e-4
+    link_bytes_per_second: float = 1e9
+    measured: Mapping[Collective, Line] = field(default_factory=dict[Collective, Line])
+    memory_price: float = 100.0
+    send: Line | None = None
+    machine: Machine | None = None
+    source: str = "given"
+
+    def collective_seconds(self, collective: Collective, num_bytes: float, num_ranks: int) -> float:
+        """Seconds of a collective to which every rank hands in `num_bytes`.
+
+        >>> rates = Rates(start_seconds=1.0, latency_seconds=2.0, link_bytes_per_second=10.0)
+        >>> rates.collective_seconds("all_reduce", 100.0, 2), rates.collective_seconds("all_gather", 50.0, 2)
+        (15.0, 8.0)
+        """
+        line = self.measured.get(collective)
+        if line is not None:
+            return line.latency_seconds + num_bytes / line.bytes_per_second
+        n = num_ranks
+        messages = 2 * (n - 1) if collective == "all_reduce" else n - 1
+        size = num_bytes if collective == "all_gather" else num_bytes / n
+        return self.start_seconds + messages * (self.latency_seconds + size / self.link_bytes_per_second)
+
+    def message_seconds(self, num_bytes: float) -> float:
+        """Seconds from one rank to another.
+
+        >>> Rates(latency_seconds=2.0, link_bytes_per_second=10.0).message_seconds(50.0)
+        7.0
+        """
+        line = self.send or Line(latency_seconds=self.latency_seconds, bytes_per_second=self.link_bytes_per_second)
+        return line.latency_seconds + num_bytes / line.bytes_per_second
+
+    def node_seconds(self, cost: Cost) -> float:
+        """Seconds of an operator on one device, forward and backward."""
+        return sum(self.forward_and_backward_seconds(cost))
+
+    def forward_and_backward_seconds(self, cost: Cost) -> tuple[float, float]:
+        """Seconds of an operator on one device, each way."""
+        back = max(cost.backward_flops / self.flops_per_second, (cost.backward_read_bytes + cost.backward_written_bytes) / self.bytes_per_second)
+        return self.forward_seconds(cost), back
+
+    def forward_seconds(self, cost: Cost) -> float:
+        """Seconds of its forward."""
+        return max(cost.flops / self.flops_per_second, (cost.read_bytes + cost.written_bytes) / self.bytes_per_second)
+
+
+def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
+    """What was measured of a machine: its largest matrix products and elementwise operators, and the collectives of `num_ranks` ranks.
+
+    What no link was measured for is as `default_rates` says.
+    """
+    known = default_rates(machine.device)
+    measured = {link.collective for link in machine.links}
+    lines: dict[Collective, Line] = {}
+    for collective in COLLECTIVES:
+        if collective in measured:
+            start = collective_seconds(machine, collective, 0.0, num_ranks)
+            lines[collective] = Line(
+                latency_seconds=start, bytes_per_second=_MANY / (collective_seconds(machine, collective, _MANY, num_ranks) - start)
+            )
+    return replace(
+        known,
+        flops_per_second=machine.operation("matmul", dtype).rate,
+        bytes_per_second=machine.operation("elementwise", dtype).rate,
+        link_bytes_per_second=lines["all_gather"].bytes_per_second if "all_gather" in lines else known.link_bytes_per_second,
+        measured=lines,
+        send=_line_of_sends(machine) if "send" in measured else None,
+        machine=machine,
+        source=_source(machine),
+    )
+
+
+def _source(machine: Machine) -> str:
+    over = f" over {machine.transport}" if machine.transport else ""
+    return f"measured on {machine.name} at {time.strftime('%Y-%m-%d %H:%M', time.localtime(machine.measured_at))}{over}"
+
+
+def _line_of_sends(machine: Machine) -> Line:
+    start = collective_seconds(machine, "send", 0.0, 2)
+    return Line(latency_seconds=start, bytes_per_second=_MANY / (collective_seconds(machine, "send", _MANY, 2) - start))
+
+
+def rates_here(device: str, num_ranks: int, dtype: str = "float32") -> Rates:
+    """Of this machine, as `meshloom calibrate` measured it, or else `default_rates`. Raises `MachineError` if its file is broken."""
+    machine = this_machine(device)
+    return rates_of(machine, num_ranks, dtype) if machine is not None else default_rates(device)
+
+
+def default_rates(device: str) -> Rates:
+    """Where nothing was measured. cpu: one core, and Gloo on one host. Others: a GPU of the last years in mixed precision, and NCCL over NVLink."""
+    source = "default rates; meshloom calibrate measures this machine's"
+    if device == "cpu":
+        return Rates(source=source)
+    return Rates(
+        flops_per_second=1e14, bytes_per_second=1.5e12, start_seconds=1e-5, latency_seconds=3e-6, link_bytes_per_second=1.5e11, source=source
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The captured loss as a value: nodes, programs, their bytes."""

@@ -1,0 +1,183 @@
+"""What stands in a program's nodes as JSON, and back: operands, operators, contexts, lines.
+
+Plain values stand for themselves and tuples are lists; everything else is an object of one key that says what it is.
+
+    linear(x, [3, 2.5], dtype=torch.float32)
+    "aten::linear", [{"ref": "x"}, [3, 2.5]], {"dtype": {"dtype": "float32"}}
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+
+from meshloom.core.errors import CaptureError
+from meshloom.program.ir.callables import out_of_place
+from meshloom.program.ir.contexts import Autocast, Context
+from meshloom.program.ir.lines import WAY_OUT, Line, describe_line
+from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
+
+_torch: Any = torch
+_OURS = {"out_of_place": out_of_place}
+_ON_NUMBERS = {"operator": operator, "math": math, "torch": torch}  # what is done with numbers read from tensors
+
+
+def encoded(value: Any) -> Any:
+    """JSON of an argument. Raises `CaptureError` for what has no form in it."""
+    if value is None or isinstance(value, bool | str) or type(value) is int or (type(value) is float and math.isfinite(value)):
+        return value
+    if isinstance(value, tuple):
+        return [encoded(each) for each in value]
+    if isinstance(value, Ref):
+        return {"ref": value.name}
+    if isinstance(value, float):
+        return {"float": repr(float(value))}
+    if isinstance(value, complex):
+        return {"complex": [encoded(value.real), encoded(value.imag)]}
+    for kind in _KINDS:
+        if isinstance(value, getattr(torch, kind)):
+            return {kind: str(value).removeprefix("torch.")}
+    if callable(value):
+        return {"operator": encoded_operator(value)}
+    raise CaptureError(f"The program holds a {type(value).__name__}, which cannot be sent to another rank. {WAY_OUT}")
+
+
+_KINDS = ("dtype", "device", "layout", "memory_format")
+
+
+def decoded(value: Any) -> Any:
+    """The argument of that JSON."""
+    if isinstance(value, list):
+        return tuple(decoded(each) for each in value)
+    if not isinstance(value, dict):
+        return value
+    ((kind, text),) = value.items()
+    if kind == "ref":
+        return Ref(text)
+    if kind == "float":
+        return float(text)
+    if kind == "complex":
+        return complex(*map(decoded, text))
+    if kind == "device":
+        return torch.device(text)
+    if kind in _KINDS:
+        found = getattr(torch, text)
+        assert isinstance(found, getattr(torch, kind))
+        return found
+    return decoded_operator(text)
+
+
+def encoded_operator(target: Any) -> str:
+    """Name and overload: `aten::add.Tensor`, `operator.getitem`."""
+    if isinstance(target, _torch._ops.OpOverload):
+        return target._schema.name + "." + target._overloadname
+    for name, function in _OURS.items():
+        if function is target:
+            return name
+    for name, module in _ON_NUMBERS.items():
+        if getattr(module, getattr(target, "__name__", ""), None) is target:
+            return f"{name}.{target.__name__}"
+    raise CaptureError(f"The program calls {target}, which has no name to be sent to another rank by. {WAY_OUT}")
+
+
+def decoded_operator(text: str) -> Any:
+    """The operator of that name. Raises `CaptureError` if it is not known here."""
+    if text in _OURS:
+        return _OURS[text]
+    namespace, _, name = text.partition("::")
+    if not name:
+        module, _, name = text.partition(".")
+        if module == "torch" and not name.startswith("sym_"):
+            raise ValueError(text)
+        return getattr(_ON_NUMBERS[module], name)
+    packet, _, overload = name.rpartition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except (AttributeError, RuntimeError) as error:
+        raise CaptureError(
+            f"The program calls {text.removesuffix('.default')}, which is not registered here (torch {torch.__version__}). "
+            "Import what registers it (torch.library) in the job file, so that every rank does, and use one version of torch."
+        ) from error
+
+
+def encoded_node(node: Node, contexts: dict[Context, int], lines: dict[Line, int]) -> dict[str, Any]:
+    """JSON of a node, which names its context and line by number; new ones are added."""
+    try:
+        args, kwargs = encoded(node.args), {key: encoded(each) for key, each in node.kwargs.items()}
+        target = encoded_operator(node.target)
+    except CaptureError as error:
+        raise CaptureError(f"{node.operator} at {describe_line(node.line)}: {error}") from error
+    return {
+        "name": node.name,
+        "target": target,
+        "args": args,
+        "kwargs": kwargs,
+        "context": contexts.setdefault(node.context, len(contexts)),
+        "path": node.path,
+        "line": lines.setdefault(node.line, len(lines)) if node.line else None,
+        "draw": node.draw,
+        "num_draws": node.num_draws,
+        "outputs": [encoded_meta(each) for each in node.outputs],
+    }
+
+
+def decoded_node(value: dict[str, Any], contexts: list[Context], lines: list[Line]) -> Node:
+    """The node of that JSON."""
+    return Node(
+        name=value["name"],
+        target=decoded_operator(value["target"]),
+        args=decoded(value["args"]),
+        kwargs={key: decoded(each) for key, each in value["kwargs"].items()},
+        context=contexts[value["context"]],
+        path=value["path"],
+        line=lines[value["line"]] if value["line"] is not None else None,
+        draw=value["draw"],
+        num_draws=value["num_draws"],
+        outputs=tuple(map(decoded_meta, value["outputs"])),
+    )
+
+
+def encoded_meta(meta: Meta) -> list[Any]:
+    """Shape, dtype, strides, whether a gradient goes through it."""
+    return [list(meta.shape), str(meta.dtype).removeprefix("torch."), list(meta.stride), meta.requires_grad]
+
+
+def decoded_meta(value: list[Any]) -> Meta:
+    """The `Meta` of that JSON."""
+    shape, dtype, stride, requires_grad = value
+    return Meta(shape=tuple(shape), dtype=decoded({"dtype": dtype}), stride=tuple(stride), requires_grad=requires_grad)
+
+
+def encoded_context(context: Context) -> dict[str, Any]:
+    """JSON of a context."""
+    regions = [{**vars(region), "dtype": str(region.dtype).removeprefix("torch.")} for region in context.autocast]
+    return {"autocast": regions, "grad": context.grad}
+
+
+def decoded_context(value: dict[str, Any]) -> Context:
+    """The context of that JSON."""
+    regions = [Autocast(**{**region, "dtype": decoded({"dtype": region["dtype"]})}) for region in value["autocast"]]
+    return Context(autocast=tuple(regions), grad=value["grad"])
+
+
+def encoded_variable(variable: Variable) -> dict[str, Any]:
+    """JSON of a parameter or buffer."""
+    return {"value": variable.value, "name": variable.name, "meta": encoded_meta(variable.meta), "aliases": list(variable.aliases)}
+
+
+def decoded_variable(value: dict[str, Any]) -> Variable:
+    """The parameter or buffer of that JSON."""
+    return Variable(value=value["value"], name=value["name"], meta=decoded_meta(value["meta"]), aliases=tuple(value["aliases"]))
+
+
+def encoded_input(value: Input) -> dict[str, Any]:
+    """JSON of a tensor of the batch."""
+    return {"value": value.value, "name": value.name, "meta": encoded_meta(value.meta)}
+
+
+def decoded_input(value: dict[str, Any]) -> Input:
+    """The tensor of the batch of that JSON."""
+    return Input(value=value["value"], name=value["name"], meta=decoded_meta(value["meta"]))

@@ -1,0 +1,116 @@
+"""The user's line behind something that happens in torch: the innermost frame that is the user's."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+WAY_OUT = "Plans with dp alone run the module as it is and need no program."  # ends every refusal
+_MESHLOOM = str(Path(__file__).parents[2])
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+_SYMBOLS = ("/sympy/", "/mpmath/")  # torch computes with sizes in them
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of somebody's code."""
+
+    file: str
+    number: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """What stands there."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something happened: the user's line, and the line of an installed package that it led to, if it did."""
+
+    line: Line | None
+    inside: Line | None
+
+    def __str__(self) -> str:
+        inside = f", inside {describe_line(self.inside)}" if self.inside and self.inside != self.line else ""
+        return f"{describe_line(self.line)}{inside}"
+
+
+def describe_line(line: Line | None) -> str:
+    """`file:12 (code)` for an error."""
+    return f"{line} ({line.text})" if line and line.text else str(line) if line else "a line that could not be found"
+
+
+def line_of_frame(frame: FrameType | None) -> Line | None:
+    """The innermost frame outside of torch, meshloom, Python's library and installed packages; failing that, the innermost of an installed package."""
+    return _place_of_frame(frame).line
+
+
+def line_of_error(trace: TracebackType | None) -> Line | None:
+    """The same for where an exception came from."""
+    return place_of_error(trace).line
+
+
+def place_of_error(trace: TracebackType | None) -> Place:
+    """Where an exception came from."""
+    users = packages = None
+    while trace:
+        file = trace.tb_frame.f_code.co_filename
+        if not _is_ours(file):
+            here = _line(trace.tb_frame, trace.tb_lineno)
+            if _is_package(file):
+                packages = here
+            else:
+                users, packages = here, None
+        trace = trace.tb_next
+    return Place(users or packages, packages)
+
+
+def place_here(depth: int = 1) -> Place:
+    """Where the code is that is running now."""
+    frame = inspect.currentframe()
+    for _ in range(depth):
+        frame = frame.f_back if frame else None
+    return _place_of_frame(frame)
+
+
+def _place_of_frame(frame: FrameType | None) -> Place:
+    in_package = None
+    while frame:
+        file = frame.f_code.co_filename
+        if not _is_ours(file):
+            if not _is_package(file):
+                return Place(_line(frame, frame.f_lineno), in_package)
+            in_package = in_package or _line(frame, frame.f_lineno)
+        frame = frame.f_back
+    return Place(in_package, in_package)
+
+
+def _line(frame: FrameType, number: int) -> Line:
+    return Line(frame.f_code.co_filename, number, frame.f_code.co_name)
+
+
+def is_users(file: str) -> bool:
+    """Whether `file` is neither torch, meshloom, Python's library nor an installed package."""
+    return not _is_ours(file) and not _is_package(file)
+
+
+def _is_ours(file: str) -> bool:
+    return (
+        file.startswith((_TORCH, _MESHLOOM, "<")) or any(part in file for part in _SYMBOLS) or (file.startswith(_LIBRARY) and not _is_package(file))
+    )
+
+
+def _is_package(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file

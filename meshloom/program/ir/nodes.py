@@ -1,0 +1,143 @@
+"""What a program is made of: nodes, and the names of the values between them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from meshloom.program.ir.contexts import Context
+from meshloom.program.ir.lines import Line
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An operand: the value of that name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """A tensor's shape, dtype, strides in elements, device kind as captured, and whether a gradient goes through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One operator.
+
+    target: an `OpOverload`, `operator.getitem`, or `calls.out_of_place`, whose first argument is then an in-place operator.
+    args, kwargs: `Ref`s, tuples (for lists, too) and constants.
+    context: autocast regions and grad mode it runs in.
+    path: the module in whose forward it is; '' is the model itself or the loss function.
+    line: the user's line.
+    draw, num_draws: number of its first random operation within the chunk, counted as eager does, and how many it has.
+    outputs: what its tensors are; none for a number.
+    """
+
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    context: Context
+    path: str
+    line: Line | None
+    draw: int | None
+    num_draws: int
+    outputs: tuple[Meta, ...]
+
+    @property
+    def operator(self) -> str:
+        """The operator's short name: `linear`, `add.Tensor`."""
+        return operator_name(self.target)
+
+    def operands(self) -> Iterator[Ref]:
+        """The values it uses, in order of its arguments."""
+        return iter(self._operands)
+
+    @cached_property
+    def _operands(self) -> tuple[Ref, ...]:
+        return tuple(refs_in((self.args, tuple(self.kwargs.values()))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """A parameter or buffer. name: the first that the user's module gives it. aliases: its other names."""
+
+    value: str  # name of the value in the program
+    name: str
+    meta: Meta
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """A tensor of the batch; name: where it lies in it, like `tokens.0`."""
+
+    value: str
+    name: str
+    meta: Meta
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In elements, of a tensor that lies in memory row by row; dims of no elements count like any others.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def lists_in(nodes: Sequence[Node]) -> frozenset[str]:
+    """Values that are no single tensor: several of them, or a list of one, of which nodes pick; and numbers."""
+    picked = {ref.name for node in nodes if node.target is operator.getitem for ref in node.operands()}
+    return frozenset(picked | {node.name for node in nodes if len(node.outputs) != 1})
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Every `Ref` in nested arguments."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from refs_in(each)
+
+
+def last_uses(nodes: Sequence[Node], returned: Any) -> dict[str, list[str]]:
+    """Node -> values that nobody reads after it, its own included if nobody ever does. returned: what is read at the end."""
+    last = {node.name: node.name for node in nodes}
+    for node in nodes:
+        for ref in node.operands():
+            last[ref.name] = node.name
+    kept = {ref.name for ref in refs_in(returned)}
+    over: dict[str, list[str]] = {}
+    for name, at in last.items():
+        if name not in kept:
+            over.setdefault(at, []).append(name)
+    return over
+
+
+def operator_name(target: Any) -> str:
+    """`aten.add.Tensor` -> add.Tensor, `aten.linear.default` -> linear."""
+    return str(target).removeprefix("aten.").removesuffix(".default") if hasattr(target, "_schema") else getattr(target, "__name__", str(target))

@@ -1,0 +1,149 @@
+"""Autograd functions with a backward of their own, written with operators that have it by themselves.
+
+Where a function's backward multiplies the gradient that arrives by a tensor k, element by element (activations, clipped derivatives, rounding that lets
+gradients through), it computes
+
+    y = f(x) + (x - x) k    with f(x), k and the second x detached: the value of f wherever x and k are finite, and the gradient of the backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.core.errors import CaptureError
+from meshloom.program.ir.lines import WAY_OUT, Place
+
+MOST_TRIED = 65536  # elements: a function that changes one number in ten thousand is found out
+_REFUSES = ("mark_dirty", "mark_non_differentiable", "save_for_forward")  # nothing that a function of values does
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """One use of an autograd function: what it was given (tensors stand for their shapes), and where."""
+
+    function: Any
+    args: tuple[Any, ...]
+    place: Place
+
+
+class _Context:
+    """What a function's forward leaves for its backward."""
+
+    saved_tensors: tuple[Tensor, ...] = ()
+
+    def __init__(self, count: int) -> None:
+        self.needs_input_grad = (True,) * count
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Every output has a gradient here, so there is none to fill in."""
+
+
+def with_operators(applied: Applied) -> Tensor:
+    """What the function gives, differentiable as its backward says. Raises `CaptureError` if its shapes or types rule that out."""
+    args = applied.args
+    y, backward = _run(applied, [each.detach() if isinstance(each, Tensor) else each for each in args])
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    if not isinstance(y, Tensor) or any(not each.is_floating_point() or each.shape != y.shape for each in tensors):
+        raise refusal(applied)
+    y = y.detach()
+    factors = backward(torch.ones_like(y))
+    for x, k in zip(args, factors, strict=True):
+        if isinstance(x, Tensor) and x.requires_grad and k is not None:
+            y = y + (x - x.detach()) * k.detach()
+    return y
+
+
+def check_products(applied: Iterable[Applied]) -> None:
+    """Raise `CaptureError` unless every backward is a product with what arrives: tried on numbers of all sizes and signs, alike uses once.
+
+    On tensors of at most `MOST_TRIED` elements, unless that fails: then of the shapes that the function was given.
+    """
+    for each in {_use(each): each for each in applied}.values():
+        try:
+            _check_product(_smaller(each))
+        except CaptureError:
+            _check_product(each)
+
+
+def _use(applied: Applied) -> tuple[Any, ...]:
+    """What makes two uses of a function alike."""
+    return applied.function, *(tuple(each.shape) if isinstance(each, Tensor) else repr(each) for each in applied.args)
+
+
+def _smaller(applied: Applied) -> Applied:
+    """The same use on smaller tensors: dims of one size stay of one size, and others stay others."""
+    shapes = [each.shape for each in applied.args if isinstance(each, Tensor)]
+    sizes = {size: size for shape in shapes for size in shape}
+    while any(math.prod(sizes[size] for size in shape) > MOST_TRIED for shape in shapes):
+        largest = max(sizes, key=lambda size: sizes[size])
+        half = sizes[largest] // 2
+        while half in sizes.values():
+            half -= 1
+        sizes[largest] = max(half, 1)
+    args = tuple(torch.empty([sizes[size] for size in each.shape], device="meta") if isinstance(each, Tensor) else each for each in applied.args)
+    return replace(applied, args=args)
+
+
+def _check_product(applied: Applied) -> None:
+    source = torch.Generator().manual_seed(0)
+    for signs in (1.0, -1.0, None):
+        args = [_sample(each.shape, signs, source) if isinstance(each, Tensor) else each for each in applied.args]
+        try:
+            y, backward = _run(applied, args)
+            arriving = torch.randn(y.shape, generator=source, dtype=y.dtype)
+            wanted, factors = backward(arriving), backward(torch.ones_like(y))
+            alike = [one is other is None or _alike(one, arriving * other) for one, other in zip(wanted, factors, strict=True)]
+        except Exception as error:
+            raise refusal(applied) from error
+        if not all(alike):
+            raise refusal(applied)
+
+
+def refusal(applied: Applied) -> CaptureError:
+    """What is said of a function that cannot be written so."""
+    return CaptureError(
+        f"{applied.function.__name__}.apply at {applied.place} brings a backward of its own, which a program cannot hold unless it multiplies "
+        f"what arrives element by element. Write it with torch operators. {WAY_OUT}"
+    )
+
+
+def _run(applied: Applied, args: Sequence[Any]) -> tuple[Any, Any]:
+    """The function's output and its backward."""
+    function, context = applied.function, _Context(len(args))
+    with torch.no_grad():
+        try:
+            if function.setup_context is torch.autograd.Function.setup_context:
+                y = function.forward(context, *args)
+            else:
+                y = function.forward(*args)
+                function.setup_context(context, tuple(args), y)
+        except AttributeError as error:
+            if any(name in str(error) for name in _REFUSES):
+                raise refusal(applied) from error
+            raise
+
+    def backward(arriving: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = function.backward(context, arriving)
+        return found if isinstance(found, tuple) else (found,)
+
+    return y, backward
+
+
+def _sample(shape: torch.Size, sign: float | None, source: torch.Generator) -> Tensor:
+    """Numbers from 1e-8 to 100 in size, as float64."""
+    size = 10 ** (10 * torch.rand(shape, generator=source, dtype=torch.float64) - 8)
+    return size * (sign if sign is not None else torch.randn(shape, generator=source, dtype=torch.float64).sign())
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.isclose(one.double(), other.double(), rtol=1e-6, atol=1e-12, equal_nan=True).all())

@@ -1,0 +1,104 @@
+"""Layers that divide their outputs over the ranks, together with the change of placement of their input.
+
+Eager autograd would compute dX and dW of each layer in one node, add the dX up, and only then start to talk. Here, backward starts gathering
+x again (it was not kept), computes dX of all layers, starts its sum over the ranks, and computes every dW while that travels:
+one collective for all layers that read x, hidden behind their weights' gradients (Korthikanti et al., 2022, section 4).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.program.operators.collectives import Transition, start_gather, start_sum_back
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredLayers(ABC):
+    """change: of x, to replicated."""
+
+    change: Transition
+
+    @abstractmethod
+    def biases(self) -> tuple[bool, ...]:
+        """For every layer, whether it has a bias."""
+
+    @abstractmethod
+    def only(self, numbers: Sequence[int]) -> GatheredLayers:
+        """Some of the layers, with a change of their input of their own."""
+
+    @abstractmethod
+    def lands(self, weight: Tensor) -> bool:
+        """Whether the gradient of a weight or bias is taken by others than autograd."""
+
+    @abstractmethod
+    def forward(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What one layer makes of all of x."""
+
+    @abstractmethod
+    def input_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], x: Tensor) -> Tensor:
+        """The gradient of x [shape] from all layers, in memory of its own. x: on this rank, whatever it holds of it."""
+
+    @abstractmethod
+    def weight_gradients(
+        self, layer: int, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool], landed: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of a layer's weight and bias, those that are wanted by autograd. x: all of it. landed: the parameters themselves, if their gradients land."""
+
+    def run(self, group: Group, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """On this rank: x or its part, then w_0, b_0 (if there is one), w_1, ... -> what each layer gives."""
+        function: Any = _Layers.apply
+        return function(self, group, x, *weights)
+
+    def run_all(self, xs: Sequence[Tensor], *weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """On all ranks at once."""
+        return [self.forwards(x, [column[rank] for column in weights]) for rank, x in enumerate(self.change.run_all(xs))]
+
+    def forwards(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What all layers make of all of x."""
+        return tuple(self.forward(layer, x, weight, bias) for layer, (weight, bias) in enumerate(self.parted(weights)))
+
+    def parted(self, weights: Sequence[T]) -> list[tuple[T, T | None]]:
+        """Weight and bias of each layer."""
+        rest = iter(weights)
+        return [(next(rest), next(rest) if biased else None) for biased in self.biases()]
+
+
+class _Layers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layers: GatheredLayers, group: Group, x: Tensor, *weights: Tensor) -> Any:
+        ctx.layers, ctx.group = layers, group
+        # The parameters themselves: what was saved comes back as another tensor where activations are recomputed.
+        ctx.landed = [weight if layers.lands(weight) else None for weight in weights]
+        ctx.save_for_backward(x, *weights)
+        return layers.forwards(start_gather(layers.change.before, group, x)() if layers.change.source == "part" else x, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        layers: GatheredLayers = ctx.layers
+        group: Group = ctx.group
+        x, *weights = ctx.saved_tensors
+        before = layers.change.before
+        gathering = start_gather(before, group, x) if layers.change.source == "part" else None
+        parted = layers.parted(weights)
+        summing = None
+        if ctx.needs_input_grad[2]:
+            dx = layers.input_gradient(gradients, [weight for weight, _ in parted], before.shape, x)
+            summing = start_sum_back(layers.change, group, dx, ours=True)
+        whole = gathering() if gathering else x
+        found: list[Tensor | None] = []
+        for layer, (gradient, (weight, bias)) in enumerate(zip(gradients, parted, strict=True)):
+            at = 3 + len(found)
+            wanted = ctx.needs_input_grad[at], bias is not None and ctx.needs_input_grad[at + 1]
+            landed = ctx.landed[at - 3], ctx.landed[at - 2] if bias is not None else None
+            made = layers.weight_gradients(layer, gradient, whole, weight, wanted, landed)
+            found += made if bias is not None else made[:1]
+        return None, None, summing() if summing else None, *found

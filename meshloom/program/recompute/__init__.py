@@ -1,0 +1,1 @@
+"""Programs that save less for their backward and compute it again."""

@@ -1,0 +1,212 @@
+"""How a segment's saved tensors are had again: which operators run, on which values that are kept.
+
+saved by      owner of its memory        is had
+norm          x, from another segment    kept: it is there anyway
+linear        norm                       again: norm runs on x
+attention     attention, inside of it    again: attention runs on q, k, v, which are kept, and saves it again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from meshloom.program.ir.callables import skip_draws
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.sparse_constants import memory_of, offset_of, strides_of
+from meshloom.program.operators.collectives import Joint, Transition
+from meshloom.program.operators.gathered import GatheredLayers
+from meshloom.program.operators.payload import elements_of_change
+from meshloom.program.recompute.segments import Segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A saved tensor as a part of a value. position: in a node's several tensors. layout: shape, strides and offset in its memory, if it is not all of the value."""
+
+    value: str
+    position: int | None = None
+    layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+
+    def of(self, value: Any) -> Tensor:
+        """Taken from the value."""
+        tensor: Tensor = value if self.position is None else value[self.position]
+        return tensor.detach() if self.layout is None else tensor.detach().as_strided(*self.layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """A tensor that autograd saved. node: while it ran. owner: value that owns its memory, or the node inside of which that was made.
+
+    inside: whether that memory is no value's, but was made inside of the owner.
+    source: where it can be had from; None: only from the operator that made it, when that runs again: `like`, the number of the first
+    save of that memory. layout: within that.
+    """
+
+    node: str
+    owner: str
+    inside: bool
+    source: Source | None
+    like: int
+    layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a segment runs again. again: for every saved tensor, whether it is had again; the others are kept.
+
+    nodes: what runs. held_given, held_made: values that they start from, of earlier segments and of this one.
+    captures: number of a save in the second run -> the saved tensors that it is, each with its layout if that differs.
+    sources: number of a saved tensor -> where it is taken from. first_draw: the first of `nodes` that draws.
+    """
+
+    again: tuple[bool, ...]
+    nodes: tuple[Node, ...]
+    held_given: tuple[str, ...]
+    held_made: tuple[str, ...]
+    captures: Mapping[int, Sequence[tuple[int, tuple[Any, ...] | None]]]
+    sources: Mapping[int, Source]
+    first_draw: str | None
+
+
+def make_recipe(
+    segment: Segment, saves: Sequence[Save], borders: Collection[str], kept: Collection[str], needed: Collection[int] | None = None
+) -> Recipe:  # fmt: skip
+    """The recipe of a segment. borders: owners of the memory that later segments read. kept: nodes whose results are kept, and `NODE:` for those of
+    which is kept what is made inside.
+
+    needed: numbers of the saves that a backward can ask for; None: all. What the ranks sent each other is not sent again: it is kept.
+    """
+    by_name = {node.name: node for node in segment.nodes}
+    talking = {node.name for node in segment.nodes if talks(node.target)}
+    stops = {*kept, *talking, *segment.results, *borders} & by_name.keys()
+
+    def is_kept(save: Save) -> bool:
+        if save.inside:
+            return f"{save.owner}:" in kept or save.owner in talking
+        return save.owner not in by_name or save.owner in stops
+
+    again = tuple(not is_kept(save) and (needed is None or number in needed) for number, save in enumerate(saves))
+    running: set[str] = set()
+    held: set[str] = set()
+
+    def run(name: str) -> None:
+        waiting = [name]
+        while waiting:
+            current = waiting.pop()
+            if current in running:
+                continue
+            running.add(current)
+            for ref in by_name[current].operands():
+                if ref.name in stops or ref.name not in by_name:
+                    held.add(ref.name)
+                else:
+                    waiting.append(ref.name)
+
+    for save in (save for save, wanted in zip(saves, again, strict=True) if wanted):
+        if save.source is None:
+            run(saves[save.like].node)
+        elif save.source.value in stops or save.source.value not in by_name:
+            held.add(save.source.value)
+        else:
+            run(save.source.value)
+    second = {number: at for at, number in enumerate(number for number, save in enumerate(saves) if save.node in running)}
+    captures: dict[int, list[tuple[int, tuple[Any, ...] | None]]] = {}
+    sources: dict[int, Source] = {}
+    for number, save in enumerate(saves):
+        if not again[number]:
+            continue
+        if number in second:
+            captures.setdefault(second[number], []).append((number, None))
+        elif save.source is not None:
+            sources[number] = save.source
+        else:
+            captures.setdefault(second[save.like], []).append((number, save.layout))
+    nodes = [node for node in segment.nodes if node.name in running]
+    return Recipe(
+        again=again,
+        nodes=_with_gaps_between_draws(nodes),
+        held_given=tuple(name for name in segment.given if name in held),
+        held_made=tuple(node.name for node in segment.nodes if node.name in held),
+        captures=captures,
+        sources=sources,
+        first_draw=next((node.name for node in nodes if node.num_draws), None),
+    )
+
+
+def talks(target: Any) -> bool:
+    """Whether ranks send each other something when this runs forward."""
+    if isinstance(target, Transition):
+        return elements_of_change(target.source, target.target, target.before, target.after, 0, backward=False) is not None
+    if isinstance(target, GatheredLayers):
+        return target.change.source == "part"
+    return isinstance(target, Joint) and not getattr(target, "is_local", False)
+
+
+def saves_of(segment: Segment, values: Mapping[str, Any], saved: Iterable[tuple[str, Tensor]]) -> tuple[list[Save], set[str]]:
+    """What was saved while a segment ran once, and the owners of the memory that later segments read.
+
+    values: what was given and made, in order; all of it is still there. saved: the node that ran, and the tensor.
+    """
+    owners: dict[int, Source] = {}
+    exact: dict[Any, Source] = {}
+    for name, value in values.items():
+        for source, tensor in _tensors(name, value):
+            owners.setdefault(memory_of(tensor), source)
+            exact.setdefault(_place(tensor), source)
+    borders = {owners[memory_of(tensor)].value for name in segment.results for _, tensor in _tensors(name, values[name])}
+    saves: list[Save] = []
+    inside: dict[int, tuple[int, Any]] = {}  # memory -> number of its first save, and where that lies
+    for number, (node, tensor) in enumerate(saved):
+        memory, place = memory_of(tensor), _place(tensor)
+        owner = owners.get(memory)
+        if owner is None:
+            like, first = inside.setdefault(memory, (number, place))
+            layout = None if place == first else _layout(tensor)
+            saves.append(Save(node=node, owner=saves[like].node if like < number else node, inside=True, source=None, like=like, layout=layout))
+            continue
+        source = exact.get(place)
+        if source is None and tensor.dtype == _of(values, owner).dtype and not tensor.is_conj() and not tensor.is_neg():
+            source = replace(owner, layout=_layout(tensor))
+        saves.append(Save(node=node, owner=owner.value, inside=False, source=source, like=number))
+    return saves, borders
+
+
+def _tensors(name: str, value: Any) -> list[tuple[Source, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(Source(value=name), value)]
+    if isinstance(value, tuple | list):
+        several: Sequence[Any] = value
+        return [(Source(value=name, position=position), each) for position, each in enumerate(several) if isinstance(each, Tensor)]
+    return []
+
+
+def _of(values: Mapping[str, Any], source: Source) -> Tensor:
+    value = values[source.value]
+    return value if source.position is None else value[source.position]
+
+
+def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), strides_of(tensor), offset_of(tensor)
+
+
+def _place(tensor: Tensor) -> Any:
+    return memory_of(tensor), _layout(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _with_gaps_between_draws(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Draws are numbered within the chunk; numbers of operators that do not run again are passed over."""
+    made: list[Node] = []
+    at: int | None = None
+    for node in nodes:
+        if node.num_draws:
+            assert node.draw is not None
+            if at is not None and node.draw != at:
+                skip = replace(node, name=f"{node.name}__again", target=skip_draws, args=(node.draw - at,), kwargs={}, num_draws=0, outputs=())
+                made.append(skip)
+            at = node.draw + node.num_draws
+        made.append(node)
+    return tuple(made)

@@ -1,0 +1,269 @@
+"""Runs a program in segments of which backward computes again what was not kept.
+
+    forward     [segment 0] -- x1 -> [segment 1] -- x2 -> [segment 2] -> loss
+                what autograd saves in a segment is the tensor itself if its memory is kept, else a handle
+    backward    the first handle of segment 2 that is opened: some of its operators run again on what is kept, and all of its handles
+                get their tensors; then segment 1, then 0
+
+The graph of autograd is the one that it is anyway, so gradients are the same and are added up in the same order. What is saved, by which operator
+and in whose memory, is learnt when a segment runs first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.node import map_arg
+
+from meshloom.comm.group import Group
+from meshloom.core.random import seed_torch
+from meshloom.program.ir.contexts import Entered
+from meshloom.program.ir.draws import seed_of_draw
+from meshloom.program.ir.nodes import Ref
+from meshloom.program.recompute.saved_frame import Frame, Handle, open_saved
+from meshloom.program.recompute.saved_tensors import Recipe, Save, make_recipe, saves_of
+from meshloom.program.recompute.segments import Segment, segments_of
+from meshloom.program.run.runner import Listing, Runner, Special, compile_program, contexts_of, lifted, lower, used_variables
+
+_torch: Any = torch  # for modules that are looked up by the kind of device
+
+
+class RunnerAgain:
+    """A compiled program. kept: nodes that never run again. Runs as `Runner` does; where no gradients are recorded it is one."""
+
+    def __init__(self, program: Listing, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None) -> None:
+        self._program, self._device, self._dtype = program, device, dtype
+        self._plain: Runner | None = None
+        self._parameters = [(each.value, each.name) for each in used_variables(program, program.parameters)]
+        self._buffers = [(each.value, each.name) for each in used_variables(program, program.buffers)]
+        self._constants = {name: each.to(device, lifted(each.dtype, dtype)) for name, each in program.constants.items()}
+        self._contexts = contexts_of(program)
+        self._segments = [_Runs(program, each, kept, device, dtype) for each in segments_of(program)]
+
+    def run(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Iterable[Tensor],
+        visit: Any = None,
+        group: Group | None = None,
+    ) -> list[Any]:
+        """As `Runner.run`."""
+        if not torch.is_grad_enabled():
+            if self._plain is None:
+                self._plain = compile_program(self._program, self._device, self._dtype)
+            return self._plain.run(parameters, buffers, leaves, visit, group)
+        program, dtype = self._program, self._dtype
+        values: dict[str, Any] = {value: parameters[name] for value, name in self._parameters}
+        values |= {value: buffers[name] for value, name in self._buffers}
+        values |= self._constants
+        for each, leaf in zip(program.inputs, leaves, strict=True):
+            values[each.value] = leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None)
+        first_runs: list[_FirstRun] = []
+        with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
+            for runs in self._segments:
+                runs.run(entered, values, group, first_runs)
+                for name in runs.segment.dying:
+                    del values[name]
+        outputs = [values[each.name] if isinstance(each, Ref) else each for each in program.outputs]
+        if program.updates:
+            with torch.no_grad():
+                for name, ref in program.updates.items():
+                    buffers[name].copy_(values[ref.name])
+        values.clear()
+        for each in first_runs:
+            each.forget_what_died()
+        return outputs
+
+
+class _Runs:
+    """A segment, compiled anew for every layout of what it is given: what is saved follows from that."""
+
+    def __init__(self, program: Listing, segment: Segment, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None) -> None:
+        self.program, self.segment, self.kept, self.device, self.dtype = program, segment, kept, device, dtype
+        self.contexts = contexts_of(program)
+        changing = {each.value for name, each in program.buffers.items() if name in program.updates or name in program.in_place}
+        self._changing = [name for name in segment.given if name in changing]
+        self.compiled: dict[Any, _Compiled] = {}
+
+    def run(self, entered: Entered, values: dict[str, Any], group: Group | None, first_runs: list[_FirstRun]) -> None:
+        """Forward; adds the segment's results to `values`."""
+        given = [values[name] for name in self.segment.given]
+        key = tuple(map(_layout, given))
+        as_it_was = {name: values[name].clone() for name in self._changing}
+        compiled = self.compiled.get(key)
+        if compiled is not None:
+            made = compiled.forward(entered, given, as_it_was, group)
+        else:
+            first = _FirstRun(self, key)
+            first_runs.append(first)
+            made = first.forward(entered, given, as_it_was, group)
+        values.update(zip(self.segment.results, made, strict=False))
+
+    def function(
+        self, nodes: Any, given: Sequence[str], results: Iterable[str], mark: str | None = None
+    ) -> tuple[Any, Sequence[Any], Mapping[str, fx.Node]]:
+        """Some of the nodes as a module, what it needs for `Special`, and its graph's nodes."""
+        made = lower(self.program, nodes, given, map(Ref, results), self.device, self.dtype, mark=mark)
+        return made.module, made.special, made.made
+
+
+class _Compiled:
+    """A segment and its recipe, as functions."""
+
+    def __init__(self, runs: _Runs, recipe: Recipe) -> None:
+        self._runs, self.recipe = runs, recipe
+        segment = runs.segment
+        module, self._special, _ = runs.function(segment.nodes, segment.given, [*segment.results, *recipe.held_made], recipe.first_draw)
+        self._forward = module.forward
+        self._num_results = len(segment.results)
+        self._held_given = [(name, segment.given.index(name)) for name in recipe.held_given]
+        self._wanted = tuple(dict.fromkeys(source.value for source in recipe.sources.values()))
+        self._again: tuple[Any, Sequence[Any]] | None = None
+
+    def forward(self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None) -> Sequence[Any]:
+        """The segment's results, and what else is held behind them. as_it_was: buffers that change."""
+        special = Special(self._special, group)
+        if not any(self.recipe.again):
+            return self._forward(entered, None, special, *given)
+        frame = Frame(self.recipe.again, partial(self.again, group))
+        with saved_tensors_hooks(frame.pack, open_saved):
+            made = self._forward(entered, None, special, *given)
+        frame.close(special.seed, [as_it_was.get(name, given[at]) for name, at in self._held_given], made[self._num_results :])
+        return made
+
+    def again(self, group: Group | None, held: Sequence[Any], seed: int | None) -> dict[int, Tensor]:
+        """Number of a saved tensor -> what it was, for those that are not kept."""
+        recipe, runs = self.recipe, self._runs
+        if self._again is None:
+            module, special, _ = runs.function(recipe.nodes, [*recipe.held_given, *recipe.held_made], self._wanted)
+            self._again = module.forward, special
+        function, special = self._again
+        found: dict[int, Tensor] = {}
+        count = 0
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal count
+            for number, layout in recipe.captures.get(count, ()):
+                detached = tensor.detach()  # or what it holds would hold it
+                found[number] = detached if layout is None else detached.as_strided(*layout)
+            count += 1
+
+        with (
+            _from_seed(seed, runs.device),
+            torch.enable_grad(),  # before contexts are entered, which ask for it
+            saved_tensors_hooks(pack, open_saved),
+            Entered(runs.contexts, device=runs.device.type, lifted=runs.dtype is not None) as entered,
+        ):
+            made = function(entered, None, Special(special, group), *held)
+        values = dict(zip(self._wanted, made, strict=True))
+        return found | {number: source.of(values[source.value]) for number, source in recipe.sources.items()}
+
+
+class _FirstRun:
+    """Of a segment in a layout: runs it, keeping everything, until it is known what need not be."""
+
+    def __init__(self, runs: _Runs, key: Any) -> None:
+        self._runs, self._key = runs, key
+        self._saves: list[Save] = []
+        self._borders: set[str] = set()
+        self._handles: list[weakref.ref[Handle]] = []
+
+    def forward(self, entered: Entered, given: Sequence[Any], as_it_was: Mapping[str, Tensor], group: Group | None) -> Sequence[Any]:
+        """The segment's results."""
+        runs, segment = self._runs, self._runs.segment
+        first_draw = next((node.name for node in segment.nodes if node.num_draws), None)
+        module, targets, made = runs.function(segment.nodes, segment.given, segment.results, first_draw)
+        special = Special(targets, group)
+        watch = _Watch(module.graph, {each: name for name, each in made.items()})
+        saved: list[tuple[str, Tensor]] = []
+
+        def pack(tensor: Tensor) -> Handle:
+            handle = Handle(None, tensor)
+            saved.append((watch.here, tensor))
+            self._handles.append(weakref.ref(handle))
+            return handle
+
+        with saved_tensors_hooks(pack, open_saved):
+            results = watch.run(entered, None, special, *given)
+        values = dict(zip(segment.given, given, strict=True)) | watch.values
+        self._saves, self._borders = saves_of(segment, values, saved)
+        saved.clear()  # the graph knows `pack`, which would keep all that it knows
+        compiled = self._compile(None)
+        recipe = compiled.recipe
+        frame = Frame(recipe.again, partial(compiled.again, group))
+        frame.take_over(self._handles)
+        seed = None
+        if special.seed is not None and recipe.first_draw is not None:
+            numbers = {node.name: node.draw or 0 for node in segment.nodes}
+            seed = seed_of_draw(special.seed, numbers[recipe.first_draw] - numbers[str(first_draw)])
+        frame.close(seed, [as_it_was.get(name, values[name]) for name in recipe.held_given], [values[name] for name in recipe.held_made])
+        watch.values.clear()
+        return results
+
+    def forget_what_died(self) -> None:
+        """When the program has run: what autograd let go, as the loss does not reach it, need not be computed again from the next time on."""
+        alive = {number for number, handle in enumerate(self._handles) if handle() is not None}
+        if len(alive) < len(self._handles):
+            self._compile(alive)
+
+    def _compile(self, needed: set[int] | None) -> _Compiled:
+        runs = self._runs
+        made = runs.compiled[self._key] = _Compiled(runs, make_recipe(runs.segment, self._saves, self._borders, runs.kept, needed))
+        return made
+
+
+class _Watch:
+    """Runs a segment's graph operator by operator. names: its nodes that are values. values: all that was made. here: the one that runs."""
+
+    def __init__(self, graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
+        self.values: dict[str, Any] = {}
+        self.here = ""
+        self._graph, self._names = graph, names
+
+    def run(self, *given: Any) -> Any:
+        """What the graph returns."""
+        known: dict[fx.Node, Any] = dict(zip((node for node in self._graph.nodes if node.op == "placeholder"), given, strict=True))
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                continue
+            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+            if node.op == "output":
+                return args[0]
+            self.here = self._names.get(node, self.here)
+            known[node] = node.target(*args, **kwargs) if callable(node.target) else getattr(args[0], node.target)(*args[1:], **kwargs)
+            if node in self._names:
+                self.values[self._names[node]] = known[node]
+        raise AssertionError("a graph without an output")
+
+
+def _layout(value: Any) -> Any:
+    """What decides how operators treat a value, apart from its shape and type, which the program fixes."""
+    if isinstance(value, Tensor):
+        return value.requires_grad, value.stride()
+    return tuple(map(_layout, value)) if isinstance(value, tuple | list) else None
+
+
+@contextmanager
+def _from_seed(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draws start from `seed`, and go on afterwards as if nothing had been."""
+    if seed is None:
+        yield
+        return
+    before = torch.get_rng_state()
+    module = None if device.type == "cpu" else _torch.get_device_module(device)
+    there = module.get_rng_state(device) if module else None
+    seed_torch(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+        if module:
+            module.set_rng_state(there, device)

@@ -1,0 +1,305 @@
+"""Runs a program on tensors: compiled once into a Python function of ATen calls, for one device and precision."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec
+
+from meshloom.comm.group import Group
+from meshloom.core.errors import CaptureError
+from meshloom.program.ir.callables import keyed, keyed_out_of_place, out_of_place
+from meshloom.program.ir.contexts import Entered
+from meshloom.program.ir.nodes import Input, Node, Ref, Variable, refs_in
+from meshloom.program.operators.collectives import Joint
+from meshloom.program.operators.sliced_draws import PartOfDraw
+
+Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers alone
+_COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+class Listing(Protocol):
+    """What is run: the fields of a `Program`."""
+
+    @property
+    def parameters(self) -> Mapping[str, Variable]: ...
+    @property
+    def buffers(self) -> Mapping[str, Variable]: ...
+    @property
+    def constants(self) -> Mapping[str, Tensor]: ...
+    @property
+    def inputs(self) -> tuple[Input, ...]: ...
+    @property
+    def nodes(self) -> tuple[Node, ...]: ...
+    @property
+    def outputs(self) -> tuple[Any, ...]: ...
+    @property
+    def out_spec(self) -> TreeSpec: ...
+    @property
+    def updates(self) -> Mapping[str, Ref]: ...
+    @property
+    def in_place(self) -> frozenset[str]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Runner:
+    """A compiled program."""
+
+    def __init__(
+        self,
+        program: Listing,
+        function: Callable[..., Any],
+        special: Sequence[Any],
+        constants: list[Tensor],
+        device: torch.device,
+        dtype: torch.dtype | None,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self._function = function
+        self._numbers = () if numbers is None else (numbers,)
+        self._special = special
+        self._parameters = [each.name for each in used_variables(program, program.parameters)]
+        self._buffers = [each.name for each in used_variables(program, program.buffers)]
+        self._updates = list(program.updates)
+        self._num_outputs = len(program.outputs)
+        self._constants = constants
+        self._device = device
+        self._dtype = dtype
+        self._contexts = contexts_of(program)
+
+    def run(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves: Iterable[Tensor],
+        visit: Any = None,
+        group: Group | None = None,
+    ) -> list[Any]:
+        """As `Program.run_flat`; leaves: the batch's tensors in order. visit: as for `Program.run`."""
+        dtype = self._dtype
+        inputs = [leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None) for leaf in leaves]
+        state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]
+        with Entered(self._contexts, device=self._device.type, lifted=dtype is not None) as entered:
+            values = self._function(entered, visit, Special(self._special, group), *state, *self._constants, *inputs, *self._numbers)
+        if self._updates:
+            with torch.no_grad():
+                for name, value in zip(self._updates, values[self._num_outputs :], strict=True):
+                    buffers[name].copy_(value)
+        return list(values[: self._num_outputs])
+
+
+def compile_program(
+    program: Listing, device: torch.device, dtype: torch.dtype | None, *, visiting: bool = False, shared: Shared | None = None
+) -> Runner:
+    """A function of (entered, visit, special, parameters..., buffers..., constants..., inputs...) that gives outputs and updates.
+
+    dtype: lift everything of floating-point to it. visiting: call `visit` with every node and its value.
+    shared: of programs that differ from this one in integers alone. The function then takes these, as one argument behind the others.
+    """
+    if dtype is not None and dtype not in (torch.float32, torch.float64):
+        raise CaptureError(
+            f"A program is lifted to torch.float32 or torch.float64, not to {dtype}. For a lower precision, capture a job whose model has it."
+        )
+    state = [*used_variables(program, program.parameters), *used_variables(program, program.buffers)]
+    given = [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]
+    outputs = [*program.outputs, *program.updates.values()]
+    constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
+    if shared is not None and not visiting:
+        # Linear layers may have been replaced by operators of their own, in some of the programs.
+        key = device, dtype, tuple(node.target if _has_name(node) else type(node.target) for node in program.nodes)
+        if key not in shared:
+            shared[key] = lower(program, program.nodes, given, outputs, device, dtype, open_numbers=True).module.forward
+        special = [node.target for node in program.nodes if _is_special(node)]
+        return Runner(program, shared[key], special, constants, device, dtype, _numbers_in(program.nodes, outputs))
+    lowered = lower(program, program.nodes, given, outputs, device, dtype, visiting=visiting)
+    function = lowered.module.forward
+    if visiting:
+        nodes = {node.name: node for node in program.nodes}
+        plain: Any = function
+        function = lambda entered, visit, special, *values: plain(entered, _Visit(nodes, visit), special, *values)  # noqa: E731
+    return Runner(program, function, lowered.special, constants, device, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """Nodes as a function of (entered, visit, special, given...). made: value -> its node in the graph. special: for `Special`."""
+
+    module: Any
+    made: Mapping[str, fx.Node]
+    special: Sequence[Any]
+
+
+def lower(
+    program: Listing,
+    nodes: Iterable[Node],
+    given: Iterable[str],
+    outputs: Iterable[Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    visiting: bool = False,
+    mark: str | None = None,
+    open_numbers: bool = False,
+) -> Lowered:
+    """Some nodes of `program`, which compute `outputs` of the values `given`. mark: the node before which `special.mark` is called.
+
+    open_numbers: integers among the operands are no constants but given, in order (`_numbers_in`), as one argument behind the others.
+    """
+    graph = fx.Graph()
+    entered, visit, special = (graph.placeholder(name) for name in ("entered", "visit", "special"))
+    specials: list[Any] = []
+    # Not by their names: fx would call one that is Python's, as `sum`, `sum_1`, which another may be called already.
+    made = {name: graph.placeholder(f"given_{number}") for number, name in enumerate(given)}
+    contexts = contexts_of(program)
+    opened: Callable[[], fx.Node] | None = None
+    if open_numbers:
+        numbers, count = graph.placeholder("numbers"), itertools.count()
+        opened = lambda: graph.call_function(operator.getitem, (numbers, next(count)))  # noqa: E731
+
+    def built(value: Any) -> Any:
+        return _built(value, made, program.device, device, dtype, opened)
+
+    number = -1
+    for node in nodes:
+        if contexts[number] != node.context or number < 0:
+            number = contexts.index(node.context)
+            graph.call_method("move_to", (entered, number))
+        if node.name == mark:
+            graph.call_method("mark", (special,))
+        args, kwargs = built((node.args, dict(node.kwargs)))
+        target = node.target
+        if node.num_draws and target is out_of_place:
+            target = keyed_out_of_place
+        elif node.num_draws:
+            target, args = keyed, (target, *args)
+        if target is keyed and isinstance(args[0], PartOfDraw):
+            specials.append(args[0])
+            made[node.name] = graph.call_method("draw", (special, len(specials) - 1, *args[1:]), kwargs)
+        elif isinstance(target, Joint):
+            specials.append(target)
+            made[node.name] = graph.call_method("talk", (special, len(specials) - 1, *args))
+        elif not _has_name(node):  # a value that can be called, which a graph has no name for
+            specials.append(target)
+            made[node.name] = graph.call_method("call", (special, len(specials) - 1, *args), kwargs)
+        else:
+            made[node.name] = graph.call_function(target, args, kwargs)
+        if visiting:
+            graph.call_function(_visited, (visit, node.name, made[node.name]))
+    graph.output(tuple(map(built, outputs)))
+    return Lowered(module=fx.GraphModule(nn.Module(), graph), made=made, special=specials)
+
+
+def _has_name(node: Node) -> bool:
+    return hasattr(node.target, "__name__")
+
+
+def _is_special(node: Node) -> bool:
+    """Whether a node is one of `Lowered.special`."""
+    if node.num_draws:
+        return isinstance(node.target, PartOfDraw)
+    return isinstance(node.target, Joint) or not _has_name(node)
+
+
+def _numbers_in(nodes: Iterable[Node], outputs: Iterable[Any]) -> list[int]:
+    """The integers among operands and outputs, in order."""
+    found: list[int] = []
+
+    def take(value: Any) -> None:
+        if type(value) is int:
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            for each in value:
+                take(each)
+        elif isinstance(value, dict):
+            for each in value.values():
+                take(each)
+
+    for node in nodes:
+        take(node.args)
+        take(dict(node.kwargs))
+    for each in outputs:
+        take(each)
+    return found
+
+
+class Special:
+    """What a program calls that is no plain function of its operands. group: the ranks that it is divided among."""
+
+    def __init__(self, targets: Sequence[Any], group: Group | None) -> None:
+        self._targets = targets
+        self._group = group
+        self.seed: int | None = None  # of the generator, when `mark` was called
+
+    def mark(self) -> None:
+        """Note where in the chain of draws this is."""
+        self.seed = torch.default_generator.initial_seed()
+
+    def talk(self, number: int, *args: Any) -> Any:
+        """Call number `number`, which may talk to the other ranks."""
+        return self._targets[number].run(self._group, *args)
+
+    def call(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """Call number `number`, of its operands alone."""
+        return self._targets[number](*args, **kwargs)
+
+    def draw(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """Call number `number`, which draws, with keys."""
+        return keyed(self._targets[number], *args, **kwargs)
+
+
+class _Visit:
+    def __init__(self, nodes: Mapping[str, Node], visit: Callable[[Node, Any], None]) -> None:
+        self.nodes, self.visit = nodes, visit
+
+
+def _visited(visit: _Visit, name: str, value: Any) -> None:
+    visit.visit(visit.nodes[name], value)
+
+
+def _built(
+    value: Any,
+    made: Mapping[str, fx.Node],
+    captured_on: torch.device,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    opened: Callable[[], fx.Node] | None,
+) -> Any:
+    """Arguments for the graph: references as its nodes, devices and precisions as they are wanted now. opened: gives what stands for an integer."""
+    if isinstance(value, Ref):
+        return made[value.name]
+    if isinstance(value, tuple | list):
+        parts = [_built(each, made, captured_on, device, dtype, opened) for each in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, dict):
+        return {key: _built(each, made, captured_on, device, dtype, opened) for key, each in value.items()}
+    if isinstance(value, torch.device):
+        return device if value.type == captured_on.type else value
+    if type(value) is int and opened:
+        return opened()
+    return lifted(value, dtype) if isinstance(value, torch.dtype) else value
+
+
+def lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """The precision in which a program that is lifted to `dtype` computes what it would compute in `value`."""
+    if dtype is None or not (value.is_floating_point or value.is_complex):
+        return value
+    return _COMPLEX[dtype] if value.is_complex else dtype
+
+
+def contexts_of(program: Listing) -> tuple[Any, ...]:
+    """The contexts that its nodes run in, each once."""
+    return tuple(dict.fromkeys(node.context for node in program.nodes))
+
+
+def used_variables(program: Listing, variables: Mapping[str, Any]) -> list[Any]:
+    """Those of the parameters or buffers that something reads."""
+    names = {ref.name for node in program.nodes for ref in node.operands()}
+    names |= {ref.name for ref in refs_in((*program.outputs, *program.updates.values()))}
+    return [each for each in variables.values() if each.value in names]

@@ -1,0 +1,1 @@
+"""Programs for batches of other sizes than those that were read."""

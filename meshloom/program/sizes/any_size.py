@@ -1,0 +1,179 @@
+"""One program for all sizes of a batch's dims that a loss is indifferent to: proved from three readings, and no further ones.
+
+    a first size      read, compared with eager
+    a second size     read by shapes, the first program but for sizes
+    a third size      the loss is run with symbols for sizes (`symbolic.py`): guards, and the expressions of sizes. A third program is read by shapes, at sizes
+                      that differ in every dim that may, and every integer of the three has to be one of those expressions (`forms.py`)
+    further sizes     made of that form, where its guards hold
+
+One rank proves and sends what it found; all make their programs of it themselves, and compare the hash of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from meshloom.comm.group import Group
+from meshloom.comm.objects import collect, share, share_bytes
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import Job
+from meshloom.program.capture.batch_values import fits
+from meshloom.program.ir.leaves import Leaves, leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.transfer import pack, unpack
+from meshloom.program.sizes.forms import Form, UnlikeError, alike, fitted
+from meshloom.program.sizes.symbolic import Dim, NotTracedError, Sizes, Trace, sizes_of, trace
+
+MOST_TRIES = 4  # to prove that a loss is indifferent, before its shapes are read as they come
+_STEPS = (3, 5, 7, 11, 13, 17, 2, 1, -1, -3, -5, -7, -11, -2)  # from sizes that were seen to one that was not
+
+Read = Callable[[Any, Program], Program | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnySize:
+    """What was proved: programs of any sizes that `form` covers. points: the programs that it was found from. trace: of their loss."""
+
+    form: Form[Program]
+    points: tuple[Program, ...]
+    trace: Trace
+
+    def covers(self, leaves: Leaves) -> bool:
+        """Whether there is a program for batches like this one."""
+        return _like(self.points[0], leaves) and self.form.covers(sizes_of_batch(leaves))
+
+    @property
+    def dims(self) -> list[Dim]:
+        """Those whose sizes may be others."""
+        points = [sizes_of_program(each) for each in self.points]
+        return [dim for dim in points[0] if len({each[dim] for each in points}) > 1]
+
+    def program(self, leaves: Leaves) -> Program | None:
+        """That for batches like this one, which it covers; None: an integer in it would be a fraction."""
+        try:
+            return self.form.at(sizes_of_batch(leaves))
+        except UnlikeError:
+            return None
+
+
+class Proofs:
+    """What is known of the sizes of one loss in one mode. found: what was proved, on all ranks alike. why: the last try failed, on the rank that tried."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tries = 0
+        self.found: list[AnySize] = []
+        self.why = ""
+
+    def get(self, leaves: Leaves) -> AnySize | None:
+        """What covers batches like this one."""
+        return next((each for each in self.found if each.covers(leaves)), None)
+
+    def prove_together(self, group: Group, batch: Any, known: Sequence[Program], read: Read) -> Steps[AnySize | None]:
+        """What covers batches like this one, which nothing did, if it can be proved. All ranks call it.
+
+        known: programs that were read, in order, the same on all ranks. read: on rank 0, a program by shapes for batches like one, if it is another one but for sizes.
+        """
+        leaves = leaves_of(batch)
+        family = [each for each in known if _like(each, leaves)]
+        if len(family) < 2 or self._tries >= MOST_TRIES:
+            return None
+        proved = self._proved(leaves, family, read) if group.rank == 0 else None
+        told: list[Any] | None = yield from share(group, [asdict(proved[0].trace), proved[1]] if proved else None)
+        if told is None:
+            self._tries += 1
+            return None
+        packed = yield from share_bytes(group, pack(proved[0].points[-1]) if proved else b"")
+        if proved:
+            mine = proved[0]
+        else:
+            trace_of_first = Trace(**{name: tuple(each) for name, each in told[0].items()})
+            mine = _any_size(trace_of_first, [*(family[number] for number in told[1]), unpack(packed)])
+        program = mine.program(leaves)
+        hashes = yield from collect(group, program.digest() if program else "")
+        if len(set(hashes)) > 1:
+            raise CaptureError("Ranks made different programs of the same form. Use one version of meshloom and torch on all ranks.")
+        self.found.append(mine)
+        return mine
+
+    def _proved(self, leaves: Leaves, family: Sequence[Program], read: Read) -> tuple[AnySize, list[int]] | None:
+        """What is proved, and which programs of the family it was found from, besides the last of its points."""
+        try:
+            found = trace(self._job, family[0], leaves)
+        except NotTracedError as error:
+            self.why = error.why
+            return None
+        kept: list[int] = []
+        for number, program in enumerate(family):
+            broken = found.broken(sizes_of_program(program))
+            if broken is not None:
+                self.why = f"it asks for sizes at {found.lines[broken].strip('()')}"
+            elif not kept or alike(program, family[kept[0]]):
+                kept.append(number)
+        if len(kept) < 2:
+            return None
+        sizes = further_sizes(found, [*(sizes_of_program(family[number]) for number in kept), sizes_of_batch(leaves)])
+        shapes = {name: [sizes[name, dim] for dim in range(leaf.ndim)] for name, leaf in leaves.tensors.items()}
+        batch = leaves.rebuild([torch.zeros(shapes[name], dtype=leaf.dtype, device=leaf.device) for name, leaf in leaves.tensors.items()])
+        try:
+            program = read(batch, family[kept[0]])
+            if program is None:
+                raise UnlikeError("other operators or constants")
+            proved = _any_size(found, [*(family[number] for number in kept), program])
+        except UnlikeError as error:
+            self.why = f"it is another program at other sizes: {str(error)[:160]}"
+            return None
+        except Exception as error:  # of the job's code, which nobody asked for a batch of these sizes
+            self.why = f"{type(error).__name__}: {str(error)[:160]}"
+            return None
+        return (proved, kept) if proved.covers(leaves) and proved.program(leaves) is not None else None
+
+
+def sizes_of_batch(leaves: Leaves) -> dict[Dim, int]:
+    """Of the dims of a batch's tensors."""
+    return sizes_of({name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()})
+
+
+def sizes_of_program(program: Program) -> dict[Dim, int]:
+    """Of the dims of the tensors of the batches that it is for."""
+    return sizes_of({each.name: each.meta.shape for each in program.inputs if each.name not in program.others})
+
+
+def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
+    """Sizes for which the loss makes the same calls, and of which as many are new as can be. seen: the last ones meet the guards.
+
+    Dims that always had equal sizes keep to that.
+    """
+    groups: dict[tuple[int, ...], list[Dim]] = {}
+    for dim in seen[-1]:
+        groups.setdefault(tuple(each[dim] for each in seen), []).append(dim)
+    chosen = dict(seen[-1])
+    for had, dims in groups.items():
+        for step in _STEPS if min(had) > 1 else ():
+            size = (min(had) if step < 0 else max(had)) + step
+            trial = {**chosen, **dict.fromkeys(dims, size)}
+            if size > 1 and size not in chosen.values() and found.broken(trial) is None:
+                chosen = trial
+                break
+    return chosen
+
+
+def _like(program: Program, leaves: Leaves) -> bool:
+    """Whether a program is for batches like this one but for sizes above 1."""
+    mine = [(each.name, each.meta.dtype, _small(each.meta.shape)) for each in program.inputs if each.name not in program.others]
+    theirs = [(name, leaf.dtype, _small(leaf.shape)) for name, leaf in leaves.tensors.items()]
+    return mine == theirs and fits(program.others, leaves.values)
+
+
+def _small(shape: Sequence[int]) -> list[int]:
+    """0 and 1 as they are, and 2 for anything above."""
+    return [min(int(size), 2) for size in shape]
+
+
+def _any_size(found: Trace, points: Sequence[Program]) -> AnySize:
+    return AnySize(form=fitted([(sizes_of_program(each), each) for each in points], found), points=tuple(points), trace=found)

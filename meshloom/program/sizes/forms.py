@@ -1,0 +1,339 @@
+"""What is alike at several sizes but for its integers, as a function of the sizes: found from a few of them, made for any.
+
+    sizes    (4, 32)      (4, 40)      (3, 47)
+    program  view(x, [128, 7])  ...  view(x, [160, 7])  ...  view(x, [141, 7])        view(x, [s0 * s1, 7])
+
+Every integer that differs has to be one of the expressions that were seen in the loss. In what was divided it may be a part of one, or follow one
+in a straight line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations_with_replacement
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from meshloom.program.ir.sparse_constants import strides_of
+from meshloom.program.sizes.symbolic import Dim, Expression, Sizes, Trace, holds, parts_of, value_of
+from meshloom.program.trace.frozen import equal_bits
+
+T = TypeVar("T")
+MOST_FACTORS = 24  # expressions of which products are tried too
+
+
+class UnlikeError(Exception):
+    """Things differ in more than integers, or an integer follows no expression, or is none for these sizes."""
+
+
+@dataclass(frozen=True)
+class _Number:
+    """(start + step * source) / below, source being the value of that number."""
+
+    source: int
+    start: int
+    step: int
+    below: int
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """A value like `like`, with other parts at some places. rebuild: of `like` and the new parts."""
+
+    like: Any
+    parts: tuple[tuple[Any, Any], ...]
+    rebuild: Callable[[Any, list[tuple[Any, Any]]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form(Generic[T]):
+    """A value for every batch whose sizes meet `conditions`. sources: what its integers are computed of."""
+
+    conditions: tuple[Expression, ...]
+    sources: tuple[Expression, ...]
+    root: Any
+
+    def covers(self, sizes: Sizes) -> bool:
+        """Whether it says anything about these sizes."""
+        return all(holds(each, sizes) for each in self.conditions)
+
+    def at(self, sizes: Sizes) -> T:
+        """The value for these sizes, which it covers. Raises `UnlikeError` where an integer of it would be none."""
+        try:
+            return _made(self.root, [value_of(each, sizes) for each in self.sources], {})
+        except ZeroDivisionError as error:
+            raise UnlikeError(str(error)) from error
+
+
+def fitted(samples: Sequence[tuple[Sizes, T]], trace: Trace, *, num_parts: int = 1) -> Form[T]:
+    """The form of a value that is known for three sizes or more. trace: of the loss that they belong to. Raises `UnlikeError`.
+
+    num_parts: into so many parts a dim may have been divided. Then more than what was seen in the loss is tried, so that the form is a guess to be checked
+    at another size.
+    """
+    points = [sizes for sizes, _ in samples]
+    conditions = _conditions(points, trace)
+    fitting = _Fitting(points, trace, conditions, num_parts)
+    root = _walk([value for _, value in samples], fitting.number)
+    return Form(conditions=conditions, sources=tuple(fitting.sources), root=_interned(root, {}))
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same but for integers. A bool is none.
+
+    >>> alike({"view": (4, 32)}, {"view": (3, 47)}), alike((4, 32), (4, 32, 1)), alike((1,), (True,))
+    (True, False, False)
+    """
+    return _compared(one, other, lambda numbers: numbers[0])
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same, integers too."""
+
+    def check(numbers: Sequence[int]) -> int:
+        if len(set(numbers)) > 1:
+            raise UnlikeError
+        return numbers[0]
+
+    return _compared(one, other, check)
+
+
+def same_but_for(one: Any, other: Any, pairs: Collection[tuple[Any, ...]]) -> bool:
+    """Whether two values are the same but for integers that are one of these pairs.
+
+    >>> same_but_for((4, 32), (4, 48), {(32, 48)}), same_but_for((4, 32), (4, 40), {(32, 48)})
+    (True, False)
+    """
+
+    def check(numbers: Sequence[int]) -> int:
+        if numbers[0] != numbers[1] and tuple(numbers) not in pairs:
+            raise UnlikeError
+        return numbers[0]
+
+    return _compared(one, other, check)
+
+
+def _compared(one: Any, other: Any, number: Callable[[Sequence[int]], int]) -> bool:
+    try:
+        _walk([one, other], number)
+    except UnlikeError:
+        return False
+    return True
+
+
+def _conditions(points: Sequence[Sizes], trace: Trace) -> tuple[Expression, ...]:
+    """The guards; what was the same at all points stays so; and of a smaller or larger one it stays the same one."""
+    dims: list[Expression] = [["size", *dim] for dim in points[0]]
+    found: list[Expression] = list(trace.guards)
+    for each in _distinct([part for expression in (*trace.expressions, *dims) for part in parts_of(expression) if isinstance(part, list)]):
+        values = _values(each, points)
+        if len(set(values)) == 1:
+            found.append(["eq", each, values[0]])
+        elif each[0] in ("min", "max"):
+            chosen = next((at for at, operand in enumerate(each[1:], 1) if _values(operand, points) == values), None)
+            if chosen is not None:
+                found.append(["eq", each, each[chosen]])
+        elif each[0] == "size":
+            found.append(["gt", each, 1])
+    for dims_together in _groups(points).values():  # nobody knows which of them an integer follows
+        first, *others = dims_together
+        found += [["eq", ["size", *first], ["size", *other]] for other in others]
+    return tuple(found)
+
+
+def _groups(points: Sequence[Sizes]) -> dict[tuple[int, ...], list[Dim]]:
+    """Dims that had equal sizes at all points, by those sizes."""
+    groups: dict[tuple[int, ...], list[Dim]] = {}
+    for dim in points[0]:
+        groups.setdefault(tuple(each[dim] for each in points), []).append(dim)
+    return groups
+
+
+def _probes(points: Sequence[Sizes], conditions: Sequence[Expression]) -> list[Sizes]:
+    """Sizes that meet the conditions, and were not seen: sums of multiples of differences, so that divisors and what dims have to do with each other hold."""
+    draw = random.Random(0)
+    first, found = points[0], list[Sizes]()
+    for number in range(200):
+        multiples = [draw.randrange(-6, 20) for _ in points]
+        trial: dict[Dim, int] = {}
+        for dims in _groups(points).values():
+            if number % 2:  # each by itself
+                multiples = [draw.randrange(-6, 20) for _ in points]
+            moved = (multiple * (point[dims[0]] - first[dims[0]]) for multiple, point in zip(multiples, points, strict=True))
+            trial.update(dict.fromkeys(dims, first[dims[0]] + sum(moved)))
+        if min(trial.values(), default=0) > 0 and all(holds(each, trial) for each in conditions):
+            found.append(trial)
+    return found[:8]
+
+
+class _Fitting:
+    """Finds the expressions that integers follow. sources: those that were found."""
+
+    def __init__(self, points: Sequence[Sizes], trace: Trace, conditions: Sequence[Expression], num_parts: int) -> None:
+        self._points = points
+        self._seen = _distinct([*trace.expressions, *(["size", *dim] for dim in points[0])])
+        self._guesses = _guesses(self._seen, num_parts) if num_parts > 1 else ([], [])
+        self._probes = _probes(points, conditions)
+        self._by_values: dict[tuple[int, ...], list[Expression]] = {}
+        for each in self._seen:
+            self._by_values.setdefault(_values(each, points), []).append(each)
+        self._known: dict[tuple[int, ...], _Number] = {}
+        self.sources: list[Expression] = []
+
+    def number(self, numbers: Sequence[int]) -> Any:
+        """The form of an integer, of what it is at the points."""
+        key = tuple(numbers)
+        if len(set(key)) == 1:
+            return key[0]
+        if key not in self._known:
+            expression, start, step = self._exactly(key) or self._guessed(key)
+            below = start.denominator * step.denominator
+            if expression not in self.sources:
+                self.sources.append(expression)
+            self._known[key] = _Number(self.sources.index(expression), int(start * below), int(step * below), below)
+        return self._known[key]
+
+    def _exactly(self, key: tuple[int, ...]) -> tuple[Expression, Fraction, Fraction] | None:
+        """The expression that was seen with these values, if it can be but one."""
+        found = self._by_values.get(key, [])
+        if len(found) > 1 and (not self._probes or len({_values(each, self._probes) for each in found}) > 1):
+            raise UnlikeError(f"{list(key)} follow one of {len(found)} sizes, and nobody knows which")
+        return (found[0], Fraction(0), Fraction(1)) if found else None
+
+    def _guessed(self, key: tuple[int, ...]) -> tuple[Expression, Fraction, Fraction]:
+        singles, products = self._guesses
+        for expression in (*singles, *products):
+            values = _values(expression, self._points)
+            if None in values:
+                continue
+            at = next((place for place, value in enumerate(values) if value != values[0]), None)
+            if at is None:
+                continue
+            step = Fraction(key[at] - key[0], values[at] - values[0])
+            start: Any = key[0] - step * values[0]
+            fits = all(start + step * value == wanted for value, wanted in zip(values, key, strict=True))
+            if step and fits and (start == 0 or expression in singles):
+                return expression, Fraction(start), step
+        raise UnlikeError(f"{list(key)} follow no size")
+
+
+def _guesses(seen: Sequence[Expression], num_parts: int) -> tuple[list[Expression], list[Expression]]:
+    """What the sizes of a part may follow: sizes, the smallest and largest parts of them, and products of two of these."""
+    singles = [part for each in seen for part in (each, ["floordiv", each, num_parts], ["floordiv", ["add", each, num_parts - 1], num_parts])]
+    factors = [each for each in singles if _depth(each) <= 3][:MOST_FACTORS]
+    return singles, [["mul", one, other] for one, other in combinations_with_replacement(factors, 2)]
+
+
+def _distinct(expressions: Sequence[Expression]) -> list[Expression]:
+    return list({repr(each): each for each in expressions}.values())
+
+
+def _values(expression: Expression, points: Sequence[Sizes]) -> tuple[Any, ...]:
+    """None: it divides by what is 0 there."""
+    found: list[Any] = []
+    for each in points:
+        try:
+            found.append(value_of(expression, each))
+        except ZeroDivisionError:
+            found.append(None)
+    return tuple(found)
+
+
+def _depth(expression: Expression) -> int:
+    return 1 + max(map(_depth, expression[1:]), default=0) if isinstance(expression, list) and expression[0] != "size" else 0
+
+
+def _walk(values: Sequence[Any], number: Callable[[Sequence[int]], Any]) -> Any:
+    """The first of these values, with what `number` gives of integers that lie at one place, and `_Changed` around what is not the integer itself."""
+    first = values[0]
+    kind: type[Any] = type(first)
+    if any(type(each) is not kind for each in values):
+        raise UnlikeError(f"{first} and {values[1]}")
+    if kind is int:
+        return number(values)
+    if kind in (str, bool, float) or first is None or all(each is first for each in values):
+        if any(each != first for each in values):
+            raise UnlikeError(f"{first} and {values[1]}")
+        return first
+    if kind in (tuple, list):
+        if len({len(each) for each in values}) > 1:
+            raise UnlikeError(f"{len(first)} parts and {len(values[1])}")
+        return _changed(first, [(at, list(parts)) for at, parts in enumerate(zip(*values, strict=True))], _sequence, number)
+    if isinstance(first, Mapping):
+        keys: list[Any] = list(first)
+        if any(list(each) != keys for each in values):
+            raise UnlikeError(f"{keys[:3]} and others")
+        return _changed(first, [(key, [each[key] for each in values]) for key in keys], _mapping, number)
+    if isinstance(first, Tensor):
+        if not all(_same_tensor(first, each) for each in values):
+            raise UnlikeError("constants")
+        return first
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [each.name for each in dataclasses.fields(first) if each.compare]
+        return _changed(first, [(name, [getattr(each, name) for each in values]) for name in names], _record, number)
+    if any(each != first for each in values):
+        raise UnlikeError(f"{first} and {values[1]}")
+    return first
+
+
+def _changed(first: Any, places: list[tuple[Any, list[Any]]], rebuild: Any, number: Any) -> Any:
+    parts: list[tuple[Any, Any]] = []
+    for place, values in places:
+        part = _walk(values, number)
+        if isinstance(part, _Number | _Changed):
+            parts.append((place, part))
+    return _Changed(first, tuple(parts), rebuild) if parts else first
+
+
+def _interned(part: Any, known: dict[Any, Any]) -> Any:
+    """The form with shapes that are equal as one, which is then made once."""
+    if not isinstance(part, _Changed):
+        return part
+    inner = dataclasses.replace(part, parts=tuple((place, _interned(each, known)) for place, each in part.parts))
+    is_shape = isinstance(inner.like, tuple) and all(type(each) is int for each in inner.like)
+    return known.setdefault((inner.like, inner.parts), inner) if is_shape else inner
+
+
+def _made(part: Any, values: Sequence[int], known: dict[int, Any]) -> Any:
+    """A part for these values of its sources. known: what was made already."""
+    if isinstance(part, _Number):
+        above = part.start + part.step * values[part.source]
+        if above % part.below:
+            raise UnlikeError(f"{above} / {part.below}")
+        return above // part.below
+    if not isinstance(part, _Changed):
+        return part
+    if id(part) not in known:
+        known[id(part)] = part.rebuild(part.like, [(place, _made(each, values, known)) for place, each in part.parts])
+    return known[id(part)]
+
+
+def _sequence(like: Any, parts: list[tuple[int, Any]]) -> Any:
+    made = list(like)
+    for place, value in parts:
+        made[place] = value
+    return tuple(made) if isinstance(like, tuple) else made
+
+
+def _mapping(like: Any, parts: list[tuple[Any, Any]]) -> Any:
+    return {**like, **dict(parts)}
+
+
+def _record(like: Any, parts: list[tuple[str, Any]]) -> Any:
+    """A dataclass. What it does not compare (what a program has compiled, say) is for its own sizes, and begins anew."""
+    kept: dict[str, Any] = {each.name: getattr(like, each.name) for each in dataclasses.fields(like) if each.compare}
+    for each in dataclasses.fields(like):
+        if not each.compare:
+            kept[each.name] = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+    made: Any = object.__new__(type(like))
+    made.__dict__.update(kept, **dict(parts))
+    return made
+
+
+def _same_tensor(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and strides_of(one) == strides_of(other) and equal_bits(one, other)

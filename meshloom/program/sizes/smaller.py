@@ -1,0 +1,103 @@
+"""A program at smaller sizes of its batch, at which comparing it with eager takes a fraction: it is proved to be the same but for those sizes.
+
+    program      batch [2, 1024]     minutes of forwards and backwards on a CPU
+    smaller      batch [2, 32]       a second; every integer in which the two programs differ is one of the sizes that the loss itself computes
+
+The loss is run once with symbols for sizes (`symbolic.py`), which tells at what sizes it makes the same calls, and what sizes operators are given there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.core.job import Job
+from meshloom.program.ir.leaves import Leaves, leaves_of
+from meshloom.program.ir.program import Program
+from meshloom.program.sizes.any_size import sizes_of_batch
+from meshloom.program.sizes.forms import same_but_for
+from meshloom.program.sizes.symbolic import Dim, NotTracedError, Sizes, trace, value_of
+
+WORTH = 2**24  # elements of all values of a program: with fewer, comparing it as it is takes no longer than this
+SMALLEST = 32  # what a dim is made at least
+_FACTORS = (1, 1.5)  # times powers of two: sizes that are tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smaller:
+    """program: for batches of `sizes`."""
+
+    program: Program
+    sizes: Mapping[Dim, int]
+
+    def batch(self, batch: Any) -> Any:
+        """What remains of one."""
+        return shrunk(leaves_of(batch), self.sizes)
+
+
+def smaller(program: Program, job: Job, batch: Any, read: Callable[[Any], Program]) -> Smaller | None:
+    """The program at smaller sizes, if it is worth while and can be proved to be the same. batch: one of those it is for.
+
+    read: the program for a batch, from values. What goes wrong in it is no fault of the job's: nobody asked for a batch of these sizes.
+    """
+    if not is_large(program):
+        return None
+    leaves = leaves_of(batch)
+    whole = sizes_of_batch(leaves)
+    try:
+        found = trace(job, program, leaves)
+    except NotTracedError:
+        return None
+    sizes = _smallest(whole, lambda each: found.broken(each) is None)
+    if sizes == whole:
+        return None
+    try:
+        made = read(shrunk(leaves, sizes))
+    except Exception:  # of the job's code
+        return None
+    seen: list[Any] = [*found.expressions, *(["size", *dim] for dim in whole)]
+    pairs = {_values(each, (whole, sizes)) for each in seen}
+    return Smaller(program=made, sizes=sizes) if same_but_for(program, made, pairs) else None
+
+
+def is_large(program: Program) -> bool:
+    """Whether comparing it as it is takes long."""
+    return sum(math.prod(each.shape) for node in program.nodes for each in node.outputs) > WORTH
+
+
+def shrunk(leaves: Leaves, sizes: Sizes) -> Any:
+    """A batch with as many indices of every dim, taken evenly: of the same places in dims that were equally long."""
+
+    def part(name: str, leaf: Tensor) -> Tensor:
+        for dim, size in enumerate(leaf.shape):
+            if sizes[name, dim] < size:
+                leaf = leaf.index_select(dim, torch.linspace(0, size - 1, sizes[name, dim], device=leaf.device).long())
+        return leaf
+
+    return leaves.rebuild([part(name, leaf) for name, leaf in leaves.tensors.items()])
+
+
+def _smallest(whole: Sizes, allowed: Callable[[Sizes], bool]) -> dict[Dim, int]:
+    """Every size as small as may be, the largest first. Dims of equal sizes keep to that."""
+    found = dict(whole)
+    for size in sorted({each for each in whole.values() if each >= 4 * SMALLEST}, reverse=True):
+        dims = [dim for dim, each in whole.items() if each == size]
+        tried = {int(SMALLEST * factor * 2**power) for factor in _FACTORS for power in range(size.bit_length())}
+        tried |= {size >> power for power in range(1, size.bit_length())}  # what divides it
+        for less in sorted(each for each in tried if SMALLEST <= each <= size // 2):
+            if allowed(trial := {**found, **dict.fromkeys(dims, less)}):
+                found = trial
+                break
+    return found
+
+
+def _values(expression: Any, points: Sequence[Sizes]) -> tuple[Any, ...]:
+    try:
+        return tuple(value_of(expression, each) for each in points)
+    except ZeroDivisionError:
+        return ()

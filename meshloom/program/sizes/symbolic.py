@@ -1,0 +1,209 @@
+"""For which sizes of a batch a loss makes the same calls: one run by shapes with symbols in the place of sizes.
+
+What Python asks of a size on the way (`if length > 512`, `range(length)`, whether two dims broadcast) is noted as a guard, and every size
+that an operator is given or gives as an expression. Where all guards hold, the loss makes the same calls, with these expressions as their sizes:
+
+    x [s0, s1], labels [s2, s3]      guards: s0 * s1 == s2 * s3, s1 <= 1024        expressions: s1, 64 * s1, s1 ** 2, s0 * s1
+
+Sizes 0 and 1 are no symbols: what broadcasts is another program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshloom.core.job import Job
+from meshloom.program.capture.batch_values import stand_ins
+from meshloom.program.capture.shapes import model_by_shapes, on_cpu
+from meshloom.program.ir.leaves import Leaves
+from meshloom.program.ir.program import Program
+from meshloom.program.trace.reading import reading
+
+Dim = tuple[str, int]  # a tensor of the batch, and which of its dims
+Expression = Any  # a number, ["size", tensor, dim], or [operator, operands...]: what JSON can say
+Sizes = Mapping[Dim, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """guards: conditions under which the calls are the same. expressions: of the sizes in them. lines: of guards, for people."""
+
+    guards: tuple[Expression, ...]
+    expressions: tuple[Expression, ...]
+    lines: tuple[str, ...] = field(default=(), compare=False)
+
+    def broken(self, sizes: Sizes) -> int | None:
+        """Number of the first guard that does not hold for a batch of these sizes; None: the calls are the same."""
+        return next((number for number, guard in enumerate(self.guards) if not holds(guard, sizes)), None)
+
+
+@dataclass(frozen=True)
+class NotTracedError(Exception):
+    """The loss cannot be run with symbols. why: for people."""
+
+    why: str
+
+
+def sizes_of(shapes: Mapping[str, Sequence[int]]) -> dict[Dim, int]:
+    """Of all dims of a batch's tensors.
+
+    >>> sizes_of({"x": (8, 32)})
+    {('x', 0): 8, ('x', 1): 32}
+    """
+    return {(name, dim): int(size) for name, shape in shapes.items() for dim, size in enumerate(shape)}
+
+
+def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
+    """Of `job.loss` for batches like this one; program: one of them, of the same mode and precision. Raises `NotTracedError`."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    calls = _Calls()
+    try:
+        with reading(program.precision), on_cpu(program.device):
+            model, mode = model_by_shapes(job, program.precision, training=program.training)
+            env: Any = mode.shape_env
+            tensors, symbols = _symbolic(leaves, mode)
+            numbers = {name: mode.from_tensor(each, static_shapes=True) for name, each in stand_ins(program.others, leaves).items()}
+            with enable_python_dispatcher(), mode, calls:
+                job.loss(model, leaves.rebuild(tensors, numbers))
+        if env.deferred_runtime_asserts:
+            raise NotTracedError("what it computes depends on values of the batch")
+        translate = _Translation(symbols)
+        guards = {repr(each): (each, str(guard.sloc)) for guard in env.guards for each in [translate(guard.expr)]}
+        expressions = {repr(each): each for found in calls.expressions for each in [translate(found)]}
+    except NotTracedError:
+        raise
+    except Exception as error:  # torch has operators without symbols, and code may do anything with them
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NotTracedError(f"{type(error).__name__}: {first[:160]}") from error
+    lines = tuple(line for _, line in guards.values())
+    return Trace(guards=tuple(each for each, _ in guards.values()), expressions=tuple(expressions.values()), lines=lines)
+
+
+def value_of(expression: Expression, sizes: Sizes) -> Any:
+    """Of an expression or a condition.
+
+    >>> value_of(["add", ["mul", 2, ["size", "x", 1]], -1], {("x", 1): 7})
+    13
+    """
+    if not isinstance(expression, list):
+        return expression
+    kind, *rest = expression
+    if kind == "size":
+        return sizes[rest[0], rest[1]]
+    return _OPERATORS[kind](*(value_of(each, sizes) for each in rest))
+
+
+def holds(condition: Expression, sizes: Sizes) -> bool:
+    """Whether it does. One that divides by what is 0 does not."""
+    try:
+        return bool(value_of(condition, sizes))
+    except ZeroDivisionError:
+        return False
+
+
+def parts_of(expression: Expression) -> Iterator[Expression]:
+    """The expression and all that it is made of."""
+    yield expression
+    if isinstance(expression, list) and expression[0] != "size":
+        for each in expression[1:]:
+            yield from parts_of(each)
+
+
+def _product(*factors: Any) -> Any:
+    total = 1
+    for each in factors:
+        total *= each
+    return total
+
+
+_OPERATORS: Mapping[str, Callable[..., Any]] = {
+    "add": lambda *terms: sum(terms),
+    "mul": _product,
+    "pow": lambda base, exponent: base**exponent,
+    "floordiv": lambda a, b: a // b,
+    "mod": lambda a, b: a % b,
+    "min": min,
+    "max": max,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "and": lambda *all_of: all(all_of),
+    "or": lambda *any_of: any(any_of),
+    "not": lambda condition: not condition,
+}
+_NAMES = {  # of sympy's and torch's classes
+    "Add": "add", "Mul": "mul", "FloorDiv": "floordiv", "CleanDiv": "floordiv", "Mod": "mod", "PythonMod": "mod", "Min": "min", "Max": "max",
+    "Equality": "eq", "Unequality": "ne", "StrictLessThan": "lt", "LessThan": "le", "StrictGreaterThan": "gt", "GreaterThan": "ge",
+    "And": "and", "Or": "or", "Not": "not",
+}  # fmt: skip
+
+
+class _Translation:
+    """From sympy's expressions in symbols to our own in dims."""
+
+    def __init__(self, symbols: Mapping[Any, Dim]) -> None:
+        self._symbols = symbols
+
+    def __call__(self, value: Any) -> Expression:
+        if value in self._symbols:
+            return ["size", *self._symbols[value]]
+        name = type(value).__name__
+        if name in ("BooleanTrue", "BooleanFalse"):
+            return name == "BooleanTrue"
+        if getattr(value, "is_Integer", False):
+            return int(value)
+        if name == "PowByNatural" or (name == "Pow" and value.args[1].is_Integer and int(value.args[1]) > 0):
+            return ["pow", *map(self, value.args)]
+        if name not in _NAMES:
+            raise NotTracedError(f"it computes {str(value)[:80]}, which is no integer made of the sizes of the batch")
+        return [_NAMES[name], *map(self, value.args)]
+
+
+class _Calls(TorchDispatchMode):
+    """Notes every number that operators are given or give, and that is an expression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expressions: dict[Any, None] = {}
+
+    def note(self, values: Any) -> None:
+        """Of tensors, and of numbers themselves."""
+        for each in values:
+            for size in (*each.shape, *each.stride()) if isinstance(each, Tensor) and each.layout is torch.strided else (each,):
+                if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+                    self.expressions.setdefault(size.node.expr)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        self.note(tree_leaves((args, kwargs, value)))
+        return value
+
+
+def _symbolic(leaves: Leaves, mode: Any) -> tuple[list[Tensor], dict[Any, Dim]]:
+    """The batch's tensors with symbols for sizes, and the symbols."""
+    from torch._dynamo.source import LocalSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    tensors: list[Tensor] = []
+    symbols: dict[Any, Dim] = {}
+    for number, (name, leaf) in enumerate(leaves.tensors.items()):
+        like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+        kinds = [DimDynamic.DYNAMIC if size > 1 else DimDynamic.STATIC for size in leaf.shape]  # each dim a symbol of its own
+        context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+        made = mode.from_tensor(like, static_shapes=False, source=LocalSource(f"leaf_{number}"), symbolic_context=context)
+        tensors.append(made)
+        for dim, size in enumerate(made.shape):
+            if isinstance(size, torch.SymInt):
+                symbols[size.node.expr] = (name, dim)
+    return tensors, symbols

@@ -1,0 +1,1 @@
+"""Programs of a job, each captured once and kept on disk for later starts."""

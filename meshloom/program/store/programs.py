@@ -1,0 +1,351 @@
+"""The programs of a job, each read and compared with eager once."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.objects import collect, share, share_bytes
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import CaptureError, MeshloomError
+from meshloom.core.job import Job
+from meshloom.core.timings import Timings
+from meshloom.machine.cores import cores
+from meshloom.program.capture.batch_values import fits, refused_value, takes_numbers, with_other_numbers
+from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.capture.check import check_against_module, check_forward
+from meshloom.program.capture.outside import Outside
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.lines import WAY_OUT, describe_line, line_of_error
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.transfer import pack, unpack
+from meshloom.program.sizes.any_size import AnySize, Proofs
+from meshloom.program.sizes.resized import resized
+from meshloom.program.sizes.smaller import Smaller, is_large, smaller
+from meshloom.program.store.stored import Entry, Stored
+from meshloom.program.trace.precision import build_model, default_precision
+from meshloom.program.trace.reading import one_thread
+
+T = TypeVar("T")
+Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]  # training, and each tensor's name, shape and dtype
+MOST = 16  # programs for batches of the same shapes, which differ in what else they hold
+MOST_SHAPES = 64  # of batches, in one mode, for each of which the loss is read
+
+
+class Programs:
+    """Programs by (training or evaluation, shapes of the batch), and by what else the batch holds where a loss looks at it."""
+
+    def __init__(self, job: Job, *, dtype: torch.dtype | None = None, timings: Timings | None = None, stored: Stored | None = None) -> None:
+        self._job = job
+        self._stored = stored
+        self._shown: dict[str, Smaller] = {}  # digest of a program -> what it was compared as
+        self._timings = timings or Timings()
+        self._dtype = dtype
+        self._known: dict[Key, list[Program]] = {}
+        self._proofs = {training: Proofs(job) for training in (True, False)}
+        self.num_read = 0  # programs that were read, here or on rank 0
+        # Models are built as the first one was: some compute numbers of their own, like rates of layers, in the default precision.
+        self._default = torch.get_default_dtype()
+
+    def get(self, batch: Any, *, training: bool = True) -> Program | None:
+        """The program for batches like `batch`, if it was read before."""
+        values = leaves_of(batch).values
+        return next((each for each in self._known.get(_key(batch, training), ()) if fits(each.others, values)), None)
+
+    def read(self, batches: Sequence[Any], *, training: bool = True, model: nn.Module | None = None) -> Program:
+        """The program for batches like these, which are alike: read from the first two, compared with eager on the last two.
+
+        With four batches the comparison is on ones that the program was not read from.
+        model: the job's, as it was built, in this precision and mode, if one is there already; it stays as it is. Else one is built, and let go, but for
+        batches of other sizes than those of a program that was compared: their program is read by shapes where it is that one but for sizes.
+        """
+        _check_two(batches)
+        program = self.get(batches[0], training=training)
+        if program is None:
+            key = _key(batches[0], training)
+            _check_number([each.others for each in self._known.get(key, ())], batches[0])
+            self._check_shapes(batches[0], training)
+            with default_precision(self._default):
+                program = self._read(batches, training, model)
+            self.num_read += 1
+            self._known.setdefault(key, []).append(program)
+        return program
+
+    def _read(self, batches: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
+        read, fresh = (batches[0], batches[1]), batches[-2:]
+        compared = next((each for (mode, _), programs in self._known.items() if mode == training for each in programs), None)
+        if compared is not None and model is None:
+            program = resized(compared, self._job, read, lambda model, batches: self._capture(batches, training, model, numbers=True))
+            if program is not None:
+                return program
+        entry: Entry | None = None
+        if compared is None and self._stored is not None:
+            with self._timings.of("looking at what was kept"), one_thread():
+                model = model or self._model_for(training, read[0])
+                entry = self._stored.entry(model, self._job.loss, leaves_of(read[0]), kind=f"{training} {self._dtype} {self._default}")
+                program = self._take(entry, model, fresh[-1], training) if entry else None
+            if program is not None:
+                return program
+        program = self._capture(read, training, model, numbers=True)
+        outside = Outside(self._job.loss)  # what the first readings set up is no harm
+        try:
+            program = self._compared(program, read, fresh, training, model)
+        except CaptureError:  # calls were taken for alike that are not, as where code outside of the model counts them; or it is no fault of that
+            whole = self._capture(read, training, model, numbers=True, fold=False)
+            if whole.digest() == program.digest():
+                raise
+            program = self._compared(whole, read, fresh, training, model)
+        outside.check_read()
+        if entry is not None and self._stored is not None:
+            self._stored.keep(entry, program, self._shown.get(program.digest()))
+        return program
+
+    def _take(self, entry: Entry, model: nn.Module, batch: Any, training: bool) -> Program | None:
+        """What an earlier run has read and compared, if its forward is still eager's: at the smaller sizes at which it was compared, if it was."""
+        assert self._stored is not None
+
+        def check(program: Program, small: Smaller | None) -> None:
+            at = small.batch(batch) if small else batch
+            with _all_cores() if not small and is_large(program) else nullcontext():
+                check_forward(small.program if small else program, model, self._job.loss, at)
+
+        return self._stored.take(entry, model, leaves_of(batch), training=training, check=check)
+
+    def _model_for(self, training: bool, batch: Any) -> nn.Module:
+        return build_model(self._job, self._dtype, training=training, beside=batch)
+
+    def _compared(self, program: Program, read: tuple[Any, Any], fresh: Sequence[Any], training: bool, model: nn.Module | None) -> Program:
+        """The program, or one for these numbers alone, which is what eager is."""
+        if takes_numbers(program.others):
+            try:
+                self._compare(program, fresh, read[0], model, moved=True)
+            except Exception:  # with a tensor for the number the loss does something else than with the number, or nothing that can be done
+                program = self._capture(read, training, model, numbers=False)
+            else:
+                return program
+        self._compare(program, fresh, read[0], model, moved=False)
+        return program
+
+    def _capture(self, batches: tuple[Any, Any], training: bool, model: nn.Module | None, *, numbers: bool, fold: bool = True) -> Program:
+        with self._timings.of("reading"):
+            if model is None:
+                program = capture(self._job, batches, training=training, dtype=self._dtype, numbers=numbers, fold=fold)
+            else:
+                program = capture_module(model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, fold=fold)
+            gc.collect()  # torch.export leaves the model in cycles, and the comparison builds another one
+            return program
+
+    def _compare(self, program: Program, batches: Sequence[Any], first: Any, model: nn.Module | None, *, moved: bool) -> None:
+        """With eager, on batches with what the program is for; one of them with other numbers where it takes any."""
+        values = leaves_of(first).values
+        if values:
+            batches = [with_other_numbers(leaves_of(each), program.others, values, moved=moved and number > 0) for number, each in enumerate(batches)]
+        with self._timings.of("comparing with eager"), one_thread():
+            there = model or self._model_for(program.training, batches[0])
+            if not self._compare_smaller(program, batches, there):
+                with _all_cores() if is_large(program) else nullcontext():
+                    check_against_module(program, there, self._job.loss, batches)
+
+    def _compare_smaller(self, program: Program, batches: Sequence[Any], model: nn.Module) -> bool:
+        """Whether the program is eager, as comparing it at smaller sizes shows. What is against it may be the sizes' fault."""
+
+        def read(batch: Any) -> Program:
+            numbers = takes_numbers(program.others)
+            return capture_module(model, self._job.loss, (batch, batch), dtype=self._dtype, numbers=numbers, once=True)
+
+        found = smaller(program, self._job, batches[0], read)
+        if found is None:
+            return False
+        try:
+            telling = check_against_module(found.program, model, self._job.loss, [found.batch(each) for each in batches]).telling
+        except Exception:
+            return False
+        if telling:
+            self._shown[program.digest()] = found
+        return telling
+
+    def read_any(self, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None) -> Program:
+        """As `read`, with the first of these batches that the loss can compute: what made-up ones do to its own code is no fault of the job's."""
+        for batches in choices[:-1]:
+            try:
+                return self.read(batches, training=training, model=model)
+            except MeshloomError:
+                raise
+            except Exception:  # of the job's code
+                continue
+        return self.read(choices[-1], training=training, model=model)
+
+    def read_together(
+        self, group: Group, choices: Sequence[Sequence[Any]], *, training: bool = True, model: nn.Module | None = None
+    ) -> Steps[Program]:
+        """As `read_any`, once for all ranks: rank 0 reads and compares with eager, the others receive the program and compare its hash.
+
+        All ranks call it. choices, model: on rank 0; the others may pass none. Whatever goes wrong on one rank is raised on all.
+        """
+        asked = yield from _from_rank_0(group, lambda: self._asked(choices[0], training).encode())
+        key, digest = json.loads(asked)
+        key = _key_from(key)
+        here = next((each for each in self._known.get(key, ()) if digest and each.digest() == digest), None)
+        if all((yield from collect(group, here is not None))):
+            assert here is not None
+            return here
+        made: list[Program] = []
+
+        def make() -> bytes:
+            made.append(self.read_any(choices, training=training, model=model))
+            with self._timings.of("handing on"):
+                return pack(made[0])
+
+        packed = yield from _from_rank_0(group, make)
+        with self._timings.of("handing on"):
+            program, refused = _attempt(lambda: unpack(packed) if group.rank else made[0])
+            outcomes = yield from collect(group, {"hash": program.digest() if program else "", "refused": str(refused or "")})
+        for rank, outcome in enumerate(outcomes):
+            if outcome["refused"]:
+                raise CaptureError(f"Rank {rank} cannot take the program that rank 0 read: {outcome['refused']}")
+            if outcome["hash"] != outcomes[0]["hash"]:
+                raise CaptureError(
+                    f"The program that rank 0 read has the hash {outcomes[0]['hash']}, and what rank {rank} received has {outcome['hash']}. "
+                    "Use one version of meshloom and torch on all ranks."
+                )
+        assert program is not None
+        if here is None and group.rank:
+            self._known.setdefault(key, []).append(program)
+            self.num_read += 1
+        return here or program
+
+    def of_any_size(self, batch: Any, *, training: bool = True) -> AnySize | None:
+        """What was proved of programs for sizes like those of `batch`, if anything."""
+        return self._proofs[training].get(leaves_of(batch))
+
+    def prove_together(self, group: Group, batch: Any, *, training: bool = True) -> Steps[AnySize | None]:
+        """Try to prove that there is one program for sizes like those of `batch`, of which nothing was proved. All ranks call it."""
+
+        def read(other: Any, known: Program) -> Program | None:
+            self.num_read += 1
+            with default_precision(self._default):
+                return resized(known, self._job, (other, other), lambda model, batches: self._capture(batches, training, model, numbers=True))
+
+        known = [each for (mode, _), programs in self._known.items() if mode == training for each in programs]
+        proved = yield from self._proofs[training].prove_together(group, batch, known, read)
+        self.num_read += 1 if proved and group.rank else 0
+        return proved
+
+    def told(self) -> list[str]:
+        """Which readings served which sizes, for people: of each mode that was read for several."""
+        found: list[str] = []
+        for training, proofs in self._proofs.items():
+            had = self._shapes_read(training)
+            if len(had) < 2:
+                continue
+            for each in proofs.found:
+                names: dict[str, list[str]] = {}
+                for name, dim in each.dims:
+                    names.setdefault(name, []).append(str(dim))
+                sizes = ", ".join(f"{name} (dim{'s' if len(dims) > 1 else ''} {' and '.join(dims)})" for name, dims in names.items())
+                found.append(f"one program serves batches of any size of {sizes}")
+            if not proofs.found and proofs.why:
+                name, dim, seen = _varied(had)
+                found.append(
+                    f"each of {len(had)} shapes took a reading, because {proofs.why}: dim {dim} of {name} has had {len(seen)} sizes, "
+                    "and padding it in collate to one of them would take one reading"
+                )
+        return found
+
+    def _shapes_read(self, training: bool) -> list[dict[str, tuple[int, ...]]]:
+        """Of the batches that the loss was read for."""
+        return [{name: shape for name, shape, _ in shapes} for mode, shapes in self._known if mode == training]
+
+    def _check_shapes(self, batch: Any, training: bool) -> None:
+        """Refuse to read the loss for yet other shapes, naming the dim that has had most."""
+        had = self._shapes_read(training)
+        if len(had) < MOST_SHAPES or _key(batch, training) in self._known:
+            return
+        name, dim, seen = _varied([*had, {name: tuple(leaf.shape) for name, leaf in leaves_of(batch).tensors.items()}])
+        raise CaptureError(
+            f"The loss was read for batches of {MOST_SHAPES} shapes, and here is another one: dim {dim} of {name} has had {len(seen)} sizes "
+            f"({', '.join(map(str, seen[:8]))}, ...). Each takes a reading, because {self._proofs[training].why or 'no one program serves them all'}. "
+            f"Pad {name} in collate to one size, or to a few (multiples of 64), or write the loss so that it does not ask for its sizes. {WAY_OUT}"
+        )
+
+    def _asked(self, batches: Sequence[Any], training: bool) -> str:
+        """What rank 0 wants, for the others: the key, and which of its programs if there is one already."""
+        _check_two(batches)
+        program = self.get(batches[0], training=training)
+        return json.dumps([_key(batches[0], training), program.digest() if program else ""])
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """With as many threads as there are cores: the other ranks of this host wait meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:
+    """What `make` gives on rank 0, on every rank; or its error, on every rank."""
+    made, refused = _attempt(make) if group.rank == 0 else (b"", None)
+    error: str | None = yield from share(group, str(refused) if refused else None)
+    if error is not None:
+        raise refused or CaptureError(error)
+    return (yield from share_bytes(group, made or b""))
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
+    try:
+        return make(), None
+    except MeshloomError as error:
+        return None, error
+    except Exception as error:  # the job's own code: the other ranks would wait for ever
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        refused = CaptureError(f"Reading the loss failed at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first}")
+        refused.__cause__ = error
+        return None, refused
+
+
+def _check_two(batches: Sequence[Any]) -> None:
+    if len(batches) < 2:
+        raise CaptureError(f"Reading a loss takes two batches of the same shapes, and there are {len(batches)}.")
+
+
+def _check_number(known: Sequence[Mapping[str, str | None]], batch: Any) -> None:
+    """Refuse to read the loss once more for another value, naming the one that has had most."""
+    if len(known) < MOST:
+        return
+    values = leaves_of(batch).values
+    had = {name: {each.get(name) for each in known} - {None} for name in values}
+    name = max(had, key=lambda each: len(had[each]), default="")
+    if name:
+        raise refused_value(name, values[name], f"it has had {len(had[name])} values so far, for each of which the loss was read")
+
+
+def _varied(shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[str, int, list[int]]:
+    """The dim of the batch's tensors that has had most sizes, and these."""
+    sizes: dict[tuple[str, int], set[int]] = {}
+    for each in shapes:
+        for name, shape in each.items():
+            for dim, size in enumerate(shape):
+                sizes.setdefault((name, dim), set()).add(size)
+    (name, dim), seen = max(sizes.items(), key=lambda each: len(each[1]))
+    return name, dim, sorted(seen)
+
+
+def _key(batch: Any, training: bool) -> Key:
+    return training, tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves_of(batch).tensors.items())
+
+
+def _key_from(value: list[Any]) -> Key:
+    """The key that JSON made lists of."""
+    training, leaves = value
+    return training, tuple((name, tuple(shape), dtype) for name, shape, dtype in leaves)

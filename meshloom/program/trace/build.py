@@ -1,0 +1,127 @@
+"""From an exported graph to a program: in-place operators away, draws numbered, tied parameters one, defaults written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
+from meshloom.program.ir.program import Program
+from meshloom.program.trace.export import Exported, context_of, line_of, path_of
+from meshloom.program.trace.infer import Inferred, Shape, infer, shape_of
+from meshloom.program.trace.mutation import without_mutation
+from meshloom.program.trace.unfold import unfolded
+
+
+def build(exported: Exported, model: nn.Module, leaves: Mapping[str, Tensor], device: torch.device, precision: torch.dtype | None) -> Program:
+    """The program of an exported loss. leaves: the batch's tensors, as they were exported."""
+    parameters = _variables(model.named_parameters(remove_duplicate=False))
+    buffers = _variables(model.named_buffers(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(exported.constants)
+    first: dict[str, str] = {}  # placeholder -> first name of its tensor, however it is tied
+    values: dict[str, str] = {}  # placeholder -> name of its value
+    for prefix, names, variables in (("p", exported.parameters, parameters), ("b", exported.buffers, buffers)):
+        for value, name in names.items():
+            first[value], tensors[value] = variables[name]
+            values[value] = f"{prefix}_{_identifier(first[value])}"
+    likes = {name: shape_of(tensor) for name, tensor in tensors.items()}
+    likes |= {value: shape_of(leaf.detach().clone()) for value, leaf in zip(exported.inputs, leaves.values(), strict=True)}
+    pure = without_mutation(exported, likes)
+    inferred = pure.inferred or infer(pure.graph, likes)
+    nodes: list[Any] = list(pure.graph.nodes)
+    named: dict[fx.Node, str] = {node: str(values.get(node.name, node.name)) for node in nodes}
+    output = next(node for node in nodes if node.op == "output")
+    used = {node.name for node in nodes if node.op == "placeholder" and node.users}
+    program = Program(
+        parameters=_described(parameters, "p"),
+        buffers=_described(buffers, "b"),
+        constants={name: constant for name, constant in exported.constants.items() if name in used},
+        inputs=tuple(Input(value=value, name=name, meta=_meta(likes[value])) for value, name in zip(exported.inputs, leaves, strict=True)),
+        nodes=tuple(_nodes(pure.graph, inferred, named)),
+        outputs=tuple(_value(each, named) for each in output.args[0]),
+        out_spec=exported.out_spec,
+        updates={first[value]: Ref(named[node]) for value, node in pure.updates.items()},
+        in_place=frozenset(first[value] for value in pure.in_place),
+        device=device,
+        training=model.training,
+        precision=precision,
+    )
+    return unfolded(program)
+
+
+def _variables(named: Any) -> dict[str, tuple[str, Tensor]]:
+    """Every name -> the first name of the same tensor, and the tensor."""
+    first: dict[int, str] = {}
+    return {name: (first.setdefault(id(tensor), name), tensor) for name, tensor in named}
+
+
+def _described(variables: Mapping[str, tuple[str, Tensor]], prefix: str) -> dict[str, Variable]:
+    aliases: dict[str, list[str]] = {}
+    for name, (first, _) in variables.items():
+        aliases.setdefault(first, []).extend([name] if name != first else [])
+    return {
+        name: Variable(value=f"{prefix}_{_identifier(name)}", name=name, meta=_meta(shape_of(variables[name][1])), aliases=tuple(others))
+        for name, others in aliases.items()
+    }
+
+
+def _identifier(name: str) -> str:
+    """A module's name as one that Python accepts, different for different names.
+
+    >>> _identifier("blocks.0.w_1")
+    'blocks_0_w__1'
+    """
+    return "".join({".": "_", "_": "__"}.get(letter, letter if letter.isalnum() else f"_{ord(letter)}_") for letter in name)
+
+
+def _nodes(graph: fx.Graph, inferred: Inferred, named: Mapping[fx.Node, str]) -> list[Node]:
+    nodes: list[Node] = []
+    draw = 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        num_draws = inferred.draws.get(node, 0)
+        kwargs = _explicit(node, inferred.shapes[node])
+        nodes.append(
+            Node(
+                name=named[node],
+                target=node.target,
+                args=tuple(_value(each, named) for each in node.args),
+                kwargs={key: _value(each, named) for key, each in kwargs.items()},
+                context=context_of(node),
+                path=path_of(node),
+                line=line_of(node),
+                draw=draw if num_draws else None,
+                num_draws=num_draws,
+                outputs=tuple(_meta(shape) for shape in inferred.shapes[node]),
+            )
+        )
+        draw += num_draws
+    return nodes
+
+
+def _explicit(node: fx.Node, shapes: tuple[Shape, ...]) -> dict[str, Any]:
+    """Keyword arguments with the dtype that a constructor takes from torch's default, so that the program does not depend on it."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.all_input_nodes or len(shapes) != 1 or "dtype" not in {argument.name for argument in schema.arguments}:
+        return dict(node.kwargs)
+    given = dict(node.kwargs)
+    if given.get("dtype") is None and len(node.args) <= [argument.name for argument in schema.arguments].index("dtype"):
+        given["dtype"] = shapes[0].dtype
+    return given
+
+
+def _value(value: Any, named: Mapping[fx.Node, str]) -> Any:
+    if isinstance(value, fx.Node):
+        return Ref(named[value])
+    if isinstance(value, list | tuple):
+        parts: Any = [_value(each, named) for each in value]
+        return tuple(parts)
+    return value
+
+
+def _meta(shape: Shape) -> Meta:
+    return Meta(shape=shape.shape, dtype=shape.dtype, stride=shape.stride, requires_grad=shape.requires_grad)

@@ -1,0 +1,279 @@
+"""What `torch.export` saw of one loss: a flat graph in which every node knows its context and the user's line.
+
+`torch.export` makes higher-order nodes of autocast and grad-mode regions, splits nested ones wrongly and loses grad modes that are set
+inside of autocast. So those regions are kept from it: entering and leaving them is noted here, and every node carries the
+context it was made in. The same hook notes the line.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from meshloom.core.errors import CaptureError
+from meshloom.program.ir.contexts import Autocast, Context
+from meshloom.program.ir.lines import WAY_OUT, Line, Place, place_here, place_of_error
+from meshloom.program.trace.attributes import Changed, changed_attributes, plain_attributes, plain_values, whole_attributes
+from meshloom.program.trace.block_calls import NotAlikeError
+from meshloom.program.trace.folding import Folding
+from meshloom.program.trace.inner_gradients import InnerGradients, transforms_ended
+from meshloom.program.trace.readable import aligned_without_values, readable
+
+_torch: Any = torch  # for what torch keeps to itself
+META = "custom"  # the one key of node.meta that export carries through all of its passes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """An exported loss.
+
+    graph: placeholders, then ATen calls, then the outputs. In-place operators are still there.
+    parameters, buffers: placeholder -> name in the user's module.
+    constants: placeholder -> the tensor it always is.
+    inputs: placeholders of the batch's leaves, in order.
+    out_spec: how the outputs are arranged.
+    changed: plain attributes that the forward changed: (module, attribute, before, after).
+    left: what was in them before and after: (module, attribute, before, after). Export puts some of it back, and some not.
+    """
+
+    graph: fx.Graph
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, Tensor]
+    inputs: list[str]
+    out_spec: TreeSpec
+    changed: list[Changed]
+    left: list[tuple[str, str, Any, Any]]
+
+
+def export(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], *, fold: bool = False) -> Exported:
+    """Export `loss(model, leaves)`, where `loss` is a function of (model, leaves). fold: read calls that are alike once (`folding.py`).
+
+    Raises `CaptureError`; `NotAlikeError` if something was folded, so that it may be the reading's own fault.
+    """
+    folding = Folding() if fold else None
+    try:
+        return _exported(model, loss, leaves, folding)
+    except CaptureError as error:
+        if folding is not None and folding.count:
+            raise NotAlikeError(str(error)) from error
+        raise
+
+
+def _exported(model: nn.Module, loss: Callable[[nn.Module], Any], leaves: Sequence[Tensor], folding: Folding | None) -> Exported:
+    seen = _Seen(folding=folding)
+    wrapper = _Loss(model, loss, seen)
+    copies = tuple(leaf.detach().clone() for leaf in leaves)  # two that were one tensor become two
+    try:
+        with warnings.catch_warnings(), readable(), aligned_without_values(), _quiet(), transforms_ended():
+            warnings.simplefilter("ignore")  # about attributes, which are looked at here
+            exported = torch.export.export(wrapper, copies, strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        seen.gradients.check()
+        seen.gradients.refuse_transforms(error)
+        raise CaptureError(_explain(error)) from error
+    seen.gradients.check(exported.graph_module.graph)
+    return _read(exported, seen)
+
+
+def context_of(node: fx.Node) -> Context:
+    """The context a node was made in."""
+    return node.meta.get(META, {}).get("context", Context())
+
+
+def line_of(node: fx.Node) -> Line | None:
+    """The user's line that made a node."""
+    place = node.meta.get(META, {}).get("place")
+    return place.line if place else None
+
+
+def path_of(node: fx.Node) -> str:
+    """Name of the module whose forward made a node; '' for the model itself and the loss function."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def describe_place(node: fx.Node) -> str:
+    """Where a node was made, for an error."""
+    return str(node.meta.get(META, {}).get("place", Place(None, None)))
+
+
+@dataclass
+class _Seen:
+    """What the forward found out besides the graph; export puts attributes of modules back, so it lies outside of them."""
+
+    out_spec: TreeSpec | None = None
+    changed: list[Changed] = field(default_factory=list)
+    left: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    gradients: InnerGradients = field(default_factory=InnerGradients)
+    folding: Folding | None = None
+
+
+class _Loss(nn.Module):
+    """The loss as a module of the batch's leaves. The model is a submodule, so parameters keep their names behind `model.`."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any], seen: _Seen) -> None:
+        super().__init__()
+        self.training = model.training
+        self.model = model
+        self._loss = loss
+        self._seen = seen
+
+    def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
+        before, values = plain_attributes(self.model), plain_values(self.model)
+        with _noting(self.model, self._seen.folding), whole_attributes(self.model), _written_buffers(self.model), self._seen.gradients.noted():
+            value = self._loss(self.model, leaves)
+        self._seen.changed = changed_attributes(before, plain_attributes(self.model))
+        now = plain_values(self.model)
+        self._seen.left = [(path, name, values[path, name], now.get((path, name))) for path, name, _, _ in self._seen.changed]
+        flat, self._seen.out_spec = tree_flatten(value)
+        return tuple(flat)
+
+
+@contextmanager
+def _noting(model: nn.Module, folding: Folding | None) -> Iterator[None]:
+    """Give every node that is made its context and line, keep regions out of the graph, and fold calls that are alike."""
+    modes = _torch.overrides._get_current_function_mode_stack()
+    mode: Any = next((each for each in modes if isinstance(each, PreDispatchTorchFunctionMode)), None)
+    if mode is None:  # a run without tracing, which export makes of some modules
+        yield
+        return
+    regions: list[Autocast] = []
+    count = 0
+    made: dict[tuple[tuple[Autocast, ...], bool], Context] = {}
+
+    def function(self: Any, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        nonlocal count
+        if func is _torch.amp.autocast_mode._enter_autocast:
+            device, dtype, enabled, cache = args
+            regions.append(Autocast(number=count, device=device, dtype=dtype, enabled=enabled, cache=cache))
+            count += 1
+            return None
+        if func is _torch.amp.autocast_mode._exit_autocast:
+            regions.pop()
+            return None
+        if func is _torch._C._set_grad_enabled:
+            with _torch._C.DisableTorchFunction():
+                return func(*args)
+        return recorded(func, kinds, args, kwargs)
+
+    def create(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create_node(*args, **kwargs)
+        key = tuple(regions), torch.is_grad_enabled()
+        context = made.setdefault(key, Context(autocast=key[0], grad=key[1]))
+        node.meta[META] = {"context": context, "place": place_here(2)}
+        return node
+
+    recorded, create_node = mode.__torch_function__, mode.tracer.create_node
+    caching = torch.is_autocast_cache_enabled()
+    mode.__torch_function__ = types.MethodType(function, mode)
+    mode.tracer.create_node = create
+    torch.set_autocast_cache_enabled(True)  # tracing turned it off, and regions read it
+
+    def around() -> Any:
+        return tuple((each.device, each.dtype, each.enabled, each.cache) for each in regions), torch.is_grad_enabled()
+
+    try:
+        with folding.noted(model, around) if folding is not None else nullcontext():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caching)
+        del mode.__torch_function__, mode.tracer.create_node
+
+
+@contextmanager
+def _written_buffers(model: nn.Module) -> Iterator[None]:
+    """A buffer that the forward puts another tensor in place of is written instead, at the end: what it was is what a program is given."""
+    kept = [(module, name, buffer) for module in model.modules() for name, buffer in vars(module)["_buffers"].items() if buffer is not None]
+    yield
+    for module, name, buffer in kept:
+        now = vars(module)["_buffers"].get(name)
+        if now is buffer:
+            continue
+        where = f"the buffer {name} of {type(module).__name__}"
+        if now is None or now.shape != buffer.shape:
+            shape = "nothing" if now is None else f"one of shape {list(now.shape)}"
+            raise CaptureError(f"The forward replaces {where}, of shape {list(buffer.shape)}, by {shape}, and a program keeps its shape. {WAY_OUT}")
+        with torch.no_grad():
+            buffer.copy_(now)
+        vars(module)["_buffers"][name] = buffer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Export prints and logs graphs that it could not finish; the error says what is needed of that."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental", "torch._dynamo", "torch._subclasses")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _read(exported: ExportedProgram, seen: _Seen) -> Exported:
+    assert seen.out_spec is not None
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    inputs: list[str] = []
+    for spec in exported.graph_signature.input_specs:
+        name = spec.arg.name
+        target = (spec.target or "").removeprefix("model.")
+        if spec.kind is InputKind.PARAMETER:
+            parameters[name] = target
+        elif spec.kind is InputKind.BUFFER:
+            buffers[name] = target
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constant: Any = exported.constants[spec.target or ""]
+            constants[name] = constant.detach().clone()
+        elif spec.kind is InputKind.USER_INPUT:
+            inputs.append(name)
+        else:
+            raise CaptureError(f"The loss uses {spec.target}, which is neither a tensor nor a number, so it cannot be read. {WAY_OUT}")
+    graph = exported.graph_module.graph
+    for node in graph.nodes:
+        if node.op == "get_attr" or isinstance(node.target, _torch._ops.HigherOrderOperator):
+            raise CaptureError(f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot hold. {WAY_OUT}")
+    return Exported(
+        graph=graph,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        inputs=inputs,
+        out_spec=seen.out_spec,
+        changed=seen.changed,
+        left=seen.left,
+    )
+
+
+def _explain(error: Exception) -> str:
+    place = place_of_error(error.__traceback__)
+    kind = type(error).__name__
+    text = str(error).strip()
+    first = text.splitlines()[0].rstrip(".") if text else kind
+    if kind in ("GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType") or "data-dependent" in text:
+        return (
+            f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
+            f"Write the choice with torch.where. {WAY_OUT}"
+        )
+    return f"The loss could not be read at {place}: {kind}: {first[:200]}. {WAY_OUT}"

@@ -1,0 +1,114 @@
+"""What a program would freeze, found by reading the loss twice: Python's and NumPy's draws, and whatever else differs."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy
+import torch
+
+from meshloom.core.errors import CaptureError
+from meshloom.program.ir.lines import WAY_OUT, Line, describe_line, is_users, line_of_frame
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import dense_parts
+
+
+def check_draws() -> Callable[[Callable[[], Any]], None]:
+    """Note Python's and NumPy's generators; the function that is returned refuses if they moved, and calls `again` to find out where."""
+    kinds: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy.random": lambda: repr(numpy.random.get_state(legacy=False))}
+    before = {kind: state() for kind, state in kinds.items()}
+
+    def check(again: Callable[[], Any]) -> None:
+        for kind, state in kinds.items():
+            if state() != before[kind]:
+                raise CaptureError(
+                    f"The forward draws from {kind} at {line_that_changes(again, state)}; a program would keep the one draw for ever. "
+                    f"Draw with torch (torch.rand, torch.randint). {WAY_OUT}"
+                )
+
+    return check
+
+
+def check_equal(first: Program, second: Program) -> None:
+    """Refuse if the two readings differ, naming the first line that does."""
+    for one, other in zip(first.nodes, second.nodes, strict=False):
+        if _fact(one) != _fact(other):
+            raise CaptureError(
+                f"What runs at {describe_line(one.line or other.line)} depends on more than the batch's tensors and torch's draws: "
+                f"read twice it was {_shown(one, other)} and {_shown(other, one)}. Compute it from tensors. {WAY_OUT}"
+            )
+    for name, constant in first.constants.items():
+        other = second.constants.get(name)
+        if other is None or not equal_bits(constant, other):
+            line = next((node.line for node in first.nodes if any(ref.name == name for ref in node.operands())), None)
+            raise CaptureError(
+                f"A tensor made outside of torch's operators is used at {describe_line(line)}, and was another one when the loss was read again. "
+                f"Make it with torch from the batch, or make it a buffer. {WAY_OUT}"
+            )
+    if first.describe() != second.describe():
+        raise CaptureError(f"Reading the loss twice gave two programs, of {len(first.nodes)} and {len(second.nodes)} operators. {WAY_OUT}")
+
+
+def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> str:
+    """The user's line in `run` during which the value of `observe` first changed.
+
+    >>> counts = [0]
+    >>> def count():
+    ...     counts[0] += 1
+    >>> line_that_changes(count, lambda: counts[0])
+    'a line that could not be found'
+    """
+    found: list[Line | None] = []
+    seen = [observe()]
+    before: dict[FrameType, Line | None] = {}
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        if found or not (is_users(frame.f_code.co_filename) or event == "call"):
+            return look if not found else None
+        if is_users(frame.f_code.co_filename):
+            now = observe()
+            if now != seen[0]:
+                found.append(before.get(frame) or line_of_frame(frame))
+                return None
+            before[frame] = line_of_frame(frame)
+            return look
+        return None
+
+    previous = sys.gettrace()
+    sys.settrace(look)
+    try:
+        run()
+    except Exception:  # the same run went through before; what matters is the line
+        pass
+    finally:
+        sys.settrace(previous)
+    return describe_line(found[0] if found else None)
+
+
+def _fact(node: Node) -> str:
+    return f"{node.name} {node.operator} {node.args} {dict(node.kwargs)} {node.context} {node.outputs}"
+
+
+def _shown(node: Node, other: Node) -> str:
+    if node.operator != other.operator:
+        return node.operator
+    for mine, others in zip((*node.args, *node.kwargs.values()), (*other.args, *other.kwargs.values()), strict=False):
+        if mine != others:
+            return f"{node.operator} of {mine}"
+    return f"{node.operator} in {node.context}"
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all elements are equal, also those that are not numbers."""
+    ours, theirs = dense_parts(one), dense_parts(other)
+    return len(ours) == len(theirs) and all(torch.equal(_bits(mine), _bits(other)) for mine, other in zip(ours, theirs, strict=True))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat

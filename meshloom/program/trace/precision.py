@@ -1,0 +1,58 @@
+"""A job's model and batches in a precision other than its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshloom.core.compiled import named_as_written, without_compilation
+from meshloom.core.errors import JobError
+from meshloom.core.job import Job
+from meshloom.core.modes import as_trained
+from meshloom.core.random import model_seed, preserved_draws, seed_everything
+from meshloom.program.ir.leaves import leaves_of
+
+
+def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: Any = None) -> nn.Module:
+    """The job's model with its initial parameters, floating-point tensors as `dtype` if given; complex ones stay as they are.
+
+    beside: a batch, on whose device it is put.
+    """
+    with preserved_draws():
+        seed_everything(model_seed(job.seed))
+        model = job.model()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
+    model = named_as_written(model)
+    without_compilation(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if dtype is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    if (device := leaves_of(beside).device) is not None:
+        model = model.to(device)
+    return as_trained(model) if training else model.eval()
+
+
+def in_precision(batch: Any, dtype: torch.dtype | None) -> Any:
+    """The batch with its floating-point tensors as `dtype`, if given.
+
+    >>> in_precision({"x": torch.ones(1)}, torch.float64)
+    {'x': tensor([1.], dtype=torch.float64)}
+    """
+    leaves = leaves_of(batch)
+    return leaves.rebuild([leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf for leaf in leaves.tensors.values()])
+
+
+@contextmanager
+def default_precision(dtype: torch.dtype | None) -> Iterator[None]:
+    """New tensors are `dtype`, if given, where the code names none."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,101 @@
+"""What stands in the way of a trace and changes no value is set aside while a loss is read.
+
+Checkpointed blocks are read as what they compute, autograd functions as operators, distributions do not check their arguments, and the
+loss of an alignment (CTC) has a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_impls
+from torch.distributions import Distribution
+from torch.utils import checkpoint
+
+from meshloom.program.ir.lines import place_here
+from meshloom.program.operators.autograd_functions import Applied, check_products, refusal, with_operators
+from meshloom.program.trace.on_cpu import alignment_loss
+
+_torch: Any = torch  # for what torch keeps to itself
+_impls: Any = fake_impls
+aten = torch.ops.aten
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Around a reading of a loss. It changes what all threads see of torch, so there is one reading at a time."""
+    applied: list[Applied] = []
+    with ExitStack() as around:
+        around.enter_context(replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied)))
+        around.enter_context(replaced(Distribution, "_validate_args", False))
+        around.enter_context(replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)))
+        yield
+    check_products(applied)
+
+
+@contextmanager
+def aligned_without_values() -> Iterator[None]:
+    """Let fake tensors go through the loss of an alignment: only what it keeps for its backward has a shape that depends on labels."""
+    table, added = _impls.op_implementations_dict, (aten._ctc_loss.default, aten._ctc_loss.Tensor)
+    before = {operator: table[operator] for operator in added if operator in table}
+    table.update(dict.fromkeys(added, _fake_ctc_loss))
+    try:
+        yield
+    finally:
+        for operator in added:
+            del table[operator]
+        table.update(before)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of a class or a module is another one inside, and afterwards as it was, or not there if it was not."""
+    before = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _apply(applied: list[Applied]) -> Any:
+    """A graph does not show the backward of autograd functions. torch's own are in it as operators; the others are noted in `applied`.
+
+    What `Function.apply` calls, because `apply` itself may have been kept under another name long before.
+    """
+    apply = _torch._C._FunctionBase.__dict__["apply"]
+
+    def read(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction:
+            return args[0](*args[2:])
+        if cls.__module__.startswith("torch."):
+            return apply.__get__(None, cls)(*args, **kwargs)
+        here = Applied(function=cls, args=args, place=place_here(2))
+        if kwargs:
+            raise refusal(here)
+        applied.append(here)
+        return with_operators(here)
+
+    return classmethod(read)
+
+
+def _ctc_loss(ctc_loss: Any) -> Any:
+    """With lengths in lists it makes a tensor of them where no trace can follow it; with lengths in tensors it does the same sums."""
+
+    def read(scores: Tensor, targets: Tensor, scores_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any) -> Tensor:
+        lengths = scores_lengths, target_lengths
+        return ctc_loss(scores, targets, *(each if isinstance(each, Tensor) else torch.tensor(each) for each in lengths), *args, **kwargs)
+
+    return read
+
+
+def _fake_ctc_loss(mode: Any, operator: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    with mode:
+        return alignment_loss(*args)

@@ -1,0 +1,130 @@
+"""One loss read by export as often as it takes to know that a program of it is steady."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from meshloom.core.errors import CaptureError
+from meshloom.core.job import LossFunction
+from meshloom.core.random import derive, preserved_draws, seed_everything
+from meshloom.program.ir.leaves import Leaves
+from meshloom.program.ir.lines import WAY_OUT
+from meshloom.program.trace.attributes import Changed
+from meshloom.program.trace.block_calls import NotAlikeError
+from meshloom.program.trace.export import Exported, export
+from meshloom.program.trace.frozen import check_draws, line_that_changes
+from meshloom.program.trace.precision import default_precision
+
+T = TypeVar("T")
+_NUMBERS = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_ONE_AT_A_TIME = threading.RLock()  # torch.export keeps what it is doing in globals, and so do Python's generators
+
+
+def one_thread() -> AbstractContextManager[Any]:
+    """Around all that builds and runs a model to read or compare it: it seeds generators that all threads share."""
+    return _ONE_AT_A_TIME
+
+
+@contextmanager
+def reading(dtype: torch.dtype | None) -> Iterator[None]:
+    """Around all that reads: one thread at a time, generators left as they were, new tensors as `dtype` where the code names none."""
+    with _ONE_AT_A_TIME, preserved_draws(), default_precision(dtype):
+        yield
+
+
+def folded(read: Callable[[bool], T]) -> T:
+    """What `read(True)` gives, which reads calls that are alike once; if that cannot be, then what `read(False)` gives."""
+    try:
+        return read(True)
+    except NotAlikeError:
+        return read(False)
+
+
+def read_twice(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, fold: bool) -> tuple[Exported, Exported]:
+    """Both readings, with plain attributes as a forward leaves them to the next one: what the first alone sets up is no harm."""
+    steady, second = _read(model, loss, leaves, always=True, fold=fold)
+    assert second is not None
+    return steady, second
+
+
+def read_once(model: nn.Module, loss: LossFunction, leaves: Leaves, *, fold: bool) -> Exported:
+    """One reading; more only where the first sets up attributes for the next."""
+    return _read(model, loss, (leaves, leaves), always=False, fold=fold)[0]
+
+
+def device_of(model: nn.Module, leaves: Leaves) -> torch.device:
+    """The one device of the model and the batch."""
+    found: dict[torch.device, None] = {}
+    for tensor in (*model.parameters(), *model.buffers(), *leaves.tensors.values()):
+        found.setdefault(tensor.device)
+    if len(found) != 1:
+        raise CaptureError(f"The model and the batch lie on {', '.join(map(str, found))}. Put all of it on one device. {WAY_OUT}")
+    return next(iter(found))
+
+
+def check_tensors(leaves: Leaves) -> None:
+    """Refuse a batch in which there is nothing to read."""
+    if not leaves.tensors:
+        raise CaptureError(
+            f"The batch holds no tensors (its parts are mappings, lists, tuples, dataclasses or neither), so there is nothing to read. {WAY_OUT}"
+        )
+
+
+def _read(model: nn.Module, loss: LossFunction, leaves: tuple[Leaves, Leaves], *, always: bool, fold: bool) -> tuple[Exported, Exported | None]:
+    def read(number: int) -> Exported:
+        return export(model, _loss_of(loss, leaves[number]), list(leaves[number].tensors.values()), fold=fold)
+
+    def read_seeded(number: int) -> Exported:
+        seed_everything(derive("capture", number))
+        check = check_draws()
+        exported = read(number)
+        check(lambda: read(number))
+        return exported
+
+    first = read_seeded(0)
+    try:
+        for path, name, _, after in first.left:
+            vars(model.get_submodule(path))[name] = after
+        second = read_seeded(1) if always or first.left else None
+        steady = read_seeded(0) if first.left and second and not second.changed else first
+    finally:
+        for path, name, before, _ in first.left:
+            vars(model.get_submodule(path))[name] = before
+    for changed in [*(each for each in first.changed if each[1] == "training"), *(second.changed if second else [])]:
+        raise _refuse_attribute(model, changed, lambda: read(1))
+    return steady, second
+
+
+def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
+    def checked(model: nn.Module, tensors: Sequence[Tensor]) -> Any:
+        returned = loss(model, leaves.rebuild(tensors))
+        if (wrong := next((each for each in tree_leaves(returned) if not isinstance(each, _NUMBERS)), _NUMBERS)) is not _NUMBERS:
+            raise CaptureError(
+                f"The loss or metric returned a {type(wrong).__name__}. Return one scalar tensor (the mean over the samples), or (sum, weight)."
+            )
+        return returned
+
+    return checked
+
+
+def _refuse_attribute(model: nn.Module, changed: Changed, again: Callable[[], Any]) -> CaptureError:
+    path, attribute, before, after = changed
+    module = model.get_submodule(path)
+    line = line_that_changes(again, lambda: repr(vars(module).get(attribute)))
+    if attribute == "training":
+        return CaptureError(
+            f"The forward switches {path or 'the model'} between training and evaluation at {line}, and a program has one mode. "
+            f"Switch it where the model is built. {WAY_OUT}"
+        )
+    name = f"{path}.{attribute}" if path else attribute
+    return CaptureError(
+        f"The forward changes the attribute {name} from {before} to {after} at {line}, which a program would not. "
+        f"Make it a buffer (register_buffer) that is updated with torch. {WAY_OUT}"
+    )

@@ -1,0 +1,265 @@
+"""A program in which calls stand for blocks that were not read (`folding.py`) becomes the whole one: each gets a copy of the operators of its like.
+
+enter([h], [w0, b0], 1);  a = linear(h, w0, b0);  leave([a], 1)        a = linear(h, w0, b0)
+y = alike([a], [w1, b1], 1)                                            y = linear(a, w1, b1)
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from meshloom.program.ir.contexts import Autocast, Context
+from meshloom.program.ir.nodes import Node, Ref, refs_in
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import is_sparse
+from meshloom.program.trace.block_calls import ALIKE, ALIKE_SEVERAL, ENTER, LEAVE, NotAlikeError, path_of_call
+
+SMALL = 4096  # elements of a constant that is compared with others
+
+
+def unfolded(program: Program) -> Program:
+    """The program with every block in it. Names of its nodes, numbers of its draws and of its autocast regions follow from their order.
+
+    Raises `NotAlikeError`.
+    """
+    constants, instead = _distinct(program.constants)
+    unfolding = _Unfolding(program, instead)
+    nodes, names = _numbered(program, unfolding.nodes)
+    order = {name: place for place, name in enumerate(program.buffers)}
+    return replace(
+        program,
+        constants=constants,
+        nodes=nodes,
+        outputs=tuple(_replaced(unfolding.of(each), names) for each in program.outputs),
+        updates={name: _replaced(unfolding.of(each), names) for name, each in sorted(unfolding.updates.items(), key=lambda item: order[item[0]])},
+        in_place=frozenset(unfolding.in_place),
+        _runners={},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """A call that was read. given: what it was given, and its parameters and buffers. start, stop: of its nodes. made: what it gives."""
+
+    path: str
+    context: Context
+    given: tuple[str, ...]
+    start: int
+    stop: int
+    made: tuple[str, ...]
+
+
+class _Unfolding:
+    """nodes: all of them, without stand-ins. updates, in_place: of the program, with those of all blocks."""
+
+    def __init__(self, program: Program, instead: Mapping[str, str]) -> None:
+        self.nodes: list[Node] = []
+        self.updates = dict(program.updates)
+        self.in_place = set(program.in_place)
+        self._program = program
+        self._buffers = {each.value: name for name, each in program.buffers.items()}
+        self._there = {each.value for each in (*program.parameters.values(), *program.buffers.values())} | set(program.constants)
+        self._instead = dict(instead)  # stand-in, or what is picked of one, or a constant -> the value that it stands for
+        self._picks: dict[str, tuple[str, ...]] = {}  # stand-in for several values -> these
+        self._blocks: dict[int, _Block] = {}
+        self._used: dict[int, _Block] = {}
+        self._regions = itertools.count(1 + max((each.number for node in program.nodes for each in node.context.autocast), default=0))
+        self._copies = 0
+        self._walk(program.nodes)
+        if self._blocks:
+            self._check_leaks()
+            self._drop_unused()
+
+    def of(self, value: Any) -> Any:
+        """A value without stand-ins."""
+        return _replaced(value, self._instead)
+
+    def _walk(self, nodes: Sequence[Node]) -> None:
+        opened: dict[int, tuple[Node, int]] = {}
+        for node in nodes:
+            if node.target is ENTER:
+                opened[node.args[2]] = node, len(self.nodes)
+            elif node.target is LEAVE:
+                made, call = node.args
+                enter, start = opened.pop(call)
+                given = tuple(ref.name for ref in refs_in(self.of(enter.args)))
+                self._blocks[call] = _Block(
+                    path=path_of_call(enter), context=enter.context, given=given, start=start, stop=len(self.nodes), made=tuple(ref.name for ref in self.of(made))
+                )  # fmt: skip
+            elif node.target in (ALIKE, ALIKE_SEVERAL):
+                self._copy(node)
+            elif node.target is operator.getitem and node.args[0].name in self._picks:
+                self._instead[node.name] = self._picks[node.args[0].name][node.args[1]]
+            else:
+                self.nodes.append(replace(node, args=self.of(node.args), kwargs={key: self.of(each) for key, each in node.kwargs.items()}))
+
+    def _copy(self, stand_in: Node) -> None:
+        """Put the nodes of a block in, for a call like it."""
+        block = self._blocks[stand_in.args[2]]
+        given = [ref.name for ref in refs_in(self.of(stand_in.args[:2]))]
+        names: dict[str, str] = {}
+        if len(given) != len(block.given) or any(names.setdefault(one, other) != other for one, other in zip(block.given, given, strict=True)):
+            raise NotAlikeError(f"{path_of_call(stand_in)} and {block.path} share their tensors in unlike ways.")
+        nodes, path = self.nodes[block.start : block.stop], path_of_call(stand_in)
+        if stand_in.args[2] not in self._used:
+            self._check_given(block, nodes)
+            self._used[stand_in.args[2]] = block
+        self._copies += 1
+        regions: dict[int, int] = {}
+        state = dict(names)
+        names |= {node.name: f"{node.name}@{self._copies}" for node in nodes}
+        for node in nodes:
+            self.nodes.append(
+                replace(
+                    node,
+                    name=names[node.name],
+                    args=_replaced(node.args, names),
+                    kwargs={key: _replaced(each, names) for key, each in node.kwargs.items()},
+                    path=_moved(node.path, block.path, path),
+                    context=self._context(node.context, block.context, stand_in.context, regions),
+                )
+            )
+        self._update(state, names)
+        made = tuple(names.get(name, name) for name in block.made)
+        if stand_in.target is ALIKE:
+            (self._instead[stand_in.name],) = made
+        else:
+            self._picks[stand_in.name] = made
+
+    def _check_given(self, block: _Block, nodes: Sequence[Node]) -> None:
+        """A block that is copied uses only what its call was given, and what is there for all."""
+        known = {*block.given, *self._there, *(node.name for node in nodes)}
+        for node in nodes:
+            if any(ref.name not in known for ref in node.operands()):
+                raise NotAlikeError(f"{node.operator} in {block.path} uses what the call was not given.")
+
+    def _update(self, state: Mapping[str, str], names: Mapping[str, str]) -> None:
+        """Buffers that the copied block updates. state: value of the block that was read -> that of the copy."""
+        for value, other in state.items():
+            name = self._buffers.get(value)
+            if name is None or other not in self._buffers:
+                continue
+            if name in self.in_place:
+                self.in_place.add(self._buffers[other])
+            updated = self.of(self.updates[name]) if name in self.updates else None
+            if updated is not None and updated.name in names:
+                if self._buffers[other] in self.updates:
+                    raise NotAlikeError(f"{self._buffers[other]} is written more than once.")
+                self.updates[self._buffers[other]] = Ref(names[updated.name])
+
+    def _context(self, context: Context, of_block: Context, of_copy: Context, regions: dict[int, int]) -> Context:
+        """A context inside a block as one inside its copy; the regions that it opens are its own."""
+        opened = context.autocast[len(of_block.autocast) :]
+        for each in opened:
+            if each.number not in regions:
+                regions[each.number] = next(self._regions)
+        own = tuple(replace(each, number=regions[each.number]) for each in opened)
+        return replace(context, autocast=(*of_copy.autocast, *own))
+
+    def _check_leaks(self) -> None:
+        """What lies inside of a block that others are like is used nowhere but there, besides what the call gives."""
+        for block in self._used.values():
+            inside = {node.name for node in self.nodes[block.start : block.stop]} - set(block.made)
+            outside = itertools.chain(self.nodes[: block.start], self.nodes[block.stop :])
+            if any(ref.name in inside for node in outside for ref in node.operands()) or any(
+                ref.name in inside for ref in refs_in(self.of(self._program.outputs))
+            ):
+                raise NotAlikeError(f"What lies inside of {block.path} is used outside of it.")
+
+    def _drop_unused(self) -> None:
+        """What was only given to calls that did not look at it; what draws or updates a buffer stays."""
+        program = self._program
+        unread = {node.name for node in program.nodes} - {ref.name for node in program.nodes for ref in node.operands()}
+        written = {each.value for name, each in program.buffers.items() if name in self.in_place}
+        used = {ref.name for ref in refs_in((self.of(program.outputs), tuple(map(self.of, self.updates.values()))))}
+        kept: list[Node] = []
+        for node in reversed(self.nodes):
+            operands = [ref.name for ref in node.operands()]
+            if node.name in used or node.num_draws or node.name.partition("@")[0] in unread or not written.isdisjoint(operands):
+                used.update(operands)
+                kept.append(node)
+        self.nodes = kept[::-1]
+
+
+def _distinct(constants: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Constants of few elements each once, and for the others the first that is equal: alike blocks make equal ones."""
+    kept: dict[str, Tensor] = {}
+    instead: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, each in constants.items():
+        if isinstance(each, FakeTensor) or is_sparse(each) or each.numel() > SMALL:
+            kept[name] = each
+            continue
+        bits = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        known = first.setdefault((each.dtype, each.device, tuple(each.shape), each.stride(), bits), name)
+        if known == name:
+            kept[name] = each
+        else:
+            instead[name] = known
+    return kept, instead
+
+
+def _moved(path: str, source: str, target: str) -> str:
+    """A path below `source` as one below `target`; others stay.
+
+    >>> _moved("h.0.mlp", "h.0", "h.7"), _moved("h.01", "h.0", "h.7")
+    ('h.7.mlp', 'h.01')
+    """
+    return target + path[len(source) :] if path == source or path.startswith(f"{source}.") else path
+
+
+def _replaced(value: Any, names: Mapping[str, str]) -> Any:
+    """Values by other names."""
+    if isinstance(value, Ref):
+        return Ref(names[value.name]) if value.name in names else value
+    if isinstance(value, tuple):
+        return tuple(_replaced(each, names) for each in value)
+    return value
+
+
+def _numbered(program: Program, nodes: Sequence[Node]) -> tuple[tuple[Node, ...], dict[str, str]]:
+    """The nodes, and their names before -> now."""
+    variables = (*program.parameters.values(), *program.buffers.values(), *program.inputs)
+    taken = {each.value for each in variables} | set(program.constants)
+    count: Counter[str] = Counter()
+    names: dict[str, str] = {}
+    regions: dict[int, Autocast] = {}
+    contexts: dict[Context, Context] = {}
+    made: list[Node] = []
+    draws = 0
+    for node in nodes:
+        base = _base(node.target)
+        while (name := f"{base}_{count[base]}" if count[base] else base) in taken:
+            count[base] += 1
+        count[base] += 1
+        names[node.name] = name
+        if node.context not in contexts:
+            own = tuple(regions.setdefault(each.number, replace(each, number=len(regions))) for each in node.context.autocast)
+            contexts[node.context] = replace(node.context, autocast=own)
+        made.append(
+            replace(
+                node,
+                name=name,
+                args=_replaced(node.args, names),
+                kwargs={key: _replaced(each, names) for key, each in node.kwargs.items()},
+                context=contexts[node.context],
+                draw=draws if node.num_draws else None,
+            )
+        )
+        draws += node.num_draws
+    return tuple(made), names
+
+
+def _base(target: Any) -> str:
+    """What a node is named after: its operator, without the overload."""
+    schema = getattr(target, "_schema", None)
+    return schema.name.rpartition("::")[2] if schema is not None else target.__name__
