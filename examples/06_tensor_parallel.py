@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import meshloom as ml
-from meshloom.graph.chosen import account_of, text_of
 from meshloom.program.cost.cost import costs
+from meshloom.tensor_parallel.explain import account_of, text_of
 from meshloom.verify.report import print_report
 from meshloom.verify.run import verify
 

@@ -29,8 +29,6 @@ from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
 from meshloom.exchange.exchange import Exchange, Give
-from meshloom.graph.division import Division
-from meshloom.graph.loss_programs import LossPrograms
 from meshloom.graph.stages import Stage
 from meshloom.pipeline.microbatches import Microbatches
 from meshloom.pipeline.run import Listener
@@ -50,6 +48,8 @@ from meshloom.state.model import state_of
 from meshloom.state.samples import first_batches
 from meshloom.state.shards import Shards
 from meshloom.state.tensor_file import Entry, Stream, widest_first
+from meshloom.tensor_parallel.division import Division
+from meshloom.tensor_parallel.loss_programs import LossPrograms
 
 
 class Staged:

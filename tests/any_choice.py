@@ -23,30 +23,30 @@ import numpy as np
 import pytest
 import torch
 
-import meshloom.graph.choose
 import meshloom.graph.cut
-import meshloom.graph.division
-import meshloom.graph.loss_programs
-import meshloom.graph.problem
 import meshloom.pipeline.staging
+import meshloom.tensor_parallel.division
+import meshloom.tensor_parallel.loss_programs
+import meshloom.tensor_parallel.search.choose
+import meshloom.tensor_parallel.search.problem
 from meshloom.core.errors import CaptureError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.graph.best_cuts import Limits, best_cuts
-from meshloom.graph.change import Change
-from meshloom.graph.cheapest import Found, cheapest
-from meshloom.graph.choose import Choice, choose
 from meshloom.graph.intervals import Intervals
-from meshloom.graph.layout import Layout, layout_of
-from meshloom.graph.least import Floats
-from meshloom.graph.loss_programs import shapes_of
-from meshloom.graph.partition import Partition, partition
-from meshloom.graph.repeats import Repeats
-from meshloom.graph.rules.table import Rules
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.store.programs import Programs
+from meshloom.tensor_parallel.layout.layout import Layout, layout_of
+from meshloom.tensor_parallel.loss_programs import shapes_of
+from meshloom.tensor_parallel.partition import Partition, partition
+from meshloom.tensor_parallel.rules.table import Rules
+from meshloom.tensor_parallel.search.bucket_elimination import Floats
+from meshloom.tensor_parallel.search.cheapest import Found, cheapest
+from meshloom.tensor_parallel.search.choose import Choice, choose
+from meshloom.tensor_parallel.search.repeats import Repeats
+from meshloom.tensor_parallel.search.shared_change import Change
 from meshloom.verify.run import verify
 from tests.any_jobs import SMALL, job_of
 from tests.division import at_random
@@ -147,7 +147,7 @@ class Readings:
                 return self._layouts[digest]
 
             patch.setattr(Programs, "_read", once)
-            patch.setattr(meshloom.graph.division, "layout_of", layout)
+            patch.setattr(meshloom.tensor_parallel.division, "layout_of", layout)
             yield
 
 
@@ -179,16 +179,16 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
         return made[id(choice)]
 
     with monkeypatch.context() as patch:
-        patch.setattr(meshloom.graph.division, "rates_for", lambda *_: rates)
+        patch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
         patch.setattr(meshloom.pipeline.staging, "rates_here", lambda *_: rates)
-        patch.setattr(meshloom.graph.division, "choose", decided)
-        patch.setattr(meshloom.graph.division, "choice_of_numbers", lambda layout, _, numbers, **settings: choices[id(layout), *numbers])
-        patch.setattr(meshloom.graph.division, "partition", divided)
-        patch.setattr(meshloom.graph.loss_programs, "unlifted", lambda *_: None)  # no choice here goes by what training would choose
+        patch.setattr(meshloom.tensor_parallel.division, "choose", decided)
+        patch.setattr(meshloom.tensor_parallel.division, "choice_of_numbers", lambda layout, _, numbers, **settings: choices[id(layout), *numbers])
+        patch.setattr(meshloom.tensor_parallel.division, "partition", divided)
+        patch.setattr(meshloom.tensor_parallel.loss_programs, "unlifted", lambda *_: None)  # no choice here goes by what training would choose
         if pair.way == "prices":
-            patch.setattr(meshloom.graph.problem, "cheapest", _at_prices(pair.seed))
+            patch.setattr(meshloom.tensor_parallel.search.problem, "cheapest", _at_prices(pair.seed))
             if pair.seed % 2:
-                patch.setattr(meshloom.graph.problem, "repeats_of", lambda *_: Repeats())
+                patch.setattr(meshloom.tensor_parallel.search.problem, "repeats_of", lambda *_: Repeats())
         if pair.any_cuts:
             patch.setattr(meshloom.graph.cut, "best_cuts", _anywhere(random.Random(f"cuts {pair.seed}")))
             patch.setattr(meshloom.graph.cut, "refined", lambda line, limits, cuts, price: cuts)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
-from meshloom.graph.layout import Layout, layout_of
-from meshloom.graph.rules.table import BUILT_IN
 from meshloom.program.capture.shapes import capture_shapes
+from meshloom.tensor_parallel.layout.layout import Layout, layout_of
+from meshloom.tensor_parallel.rules.table import BUILT_IN
 
 LENGTH, WIDTH, VOCABULARY = 6, 16, 30
 

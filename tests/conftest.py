@@ -21,7 +21,7 @@ import pytest
 import torch
 from zmq.utils.garbage import GarbageCollectorThread
 
-import meshloom.graph.division
+import meshloom.tensor_parallel.division
 from meshloom.asynchronous import run as asynchronous_run
 from meshloom.core.mesh import Mesh
 from meshloom.core.random import seed_everything
@@ -124,7 +124,7 @@ def silent_export() -> Iterator[None]:
 def dear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which it pays to divide small models along tp too, as it does everywhere for those of real sizes."""
     rates = Rates(start_seconds=1e-6, latency_seconds=1e-6, memory_price=1e5)
-    monkeypatch.setattr(meshloom.graph.division, "rates_for", lambda *_: rates)
+    monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
 
 
 # --- What all tests share: how to read it and how to put it back.

@@ -20,18 +20,18 @@ from torch.utils.data import default_collate
 from meshloom.comm.pieces import Pieces
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
-from meshloom.graph.choose import Choice, Rates, choose
-from meshloom.graph.cuts import candidates, covers, numbers_of, pieces_of
-from meshloom.graph.layout import Layout, layout_of
-from meshloom.graph.lockstep import run_in_lockstep
-from meshloom.graph.partition import Partition, partition
-from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
-from meshloom.graph.rules.table import BUILT_IN
-from meshloom.graph.strategies import Strategy, strategies_of
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
+from meshloom.tensor_parallel.layout.cuts import candidates, covers, numbers_of, pieces_of
+from meshloom.tensor_parallel.layout.layout import Layout, layout_of
+from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
+from meshloom.tensor_parallel.lockstep import run_in_lockstep
+from meshloom.tensor_parallel.partition import Partition, partition
+from meshloom.tensor_parallel.rules.table import BUILT_IN
+from meshloom.tensor_parallel.search.choose import Choice, Rates, choose
+from meshloom.tensor_parallel.search.strategies import Strategy, strategies_of
 
 SEED = 3
 RATES = Rates(

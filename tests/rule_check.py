@@ -15,21 +15,21 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from meshloom.comm.pieces import Pieces
 from meshloom.core.random import seed_everything
-from meshloom.graph.axes import Axis, concatenation, product
-from meshloom.graph.choose import Choice
-from meshloom.graph.cuts import Numbers, candidates, numbers_of, pieces_of, route_of
-from meshloom.graph.layout import Layout, axes_in, layout_of
-from meshloom.graph.lockstep import run_in_lockstep
-from meshloom.graph.partition import partition
-from meshloom.graph.placement import PARTIAL, Cut, Part, Placement, cut_of
-from meshloom.graph.rules.table import Rules
-from meshloom.graph.strategies import Strategy, strategies_of
-from meshloom.graph.unify import settle, unify
 from meshloom.program.ir.callables import keyed
 from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Meta, Node, Ref, Variable, refs_in
 from meshloom.program.ir.program import Program
+from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
+from meshloom.tensor_parallel.layout.cuts import Numbers, candidates, numbers_of, pieces_of, route_of
+from meshloom.tensor_parallel.layout.layout import Layout, axes_in, layout_of
+from meshloom.tensor_parallel.layout.placement import PARTIAL, Cut, Part, Placement, cut_of
+from meshloom.tensor_parallel.layout.unify import settle, unify
+from meshloom.tensor_parallel.lockstep import run_in_lockstep
+from meshloom.tensor_parallel.partition import partition
+from meshloom.tensor_parallel.rules.table import Rules
+from meshloom.tensor_parallel.search.choose import Choice
+from meshloom.tensor_parallel.search.strategies import Strategy, strategies_of
 from tests.rule_calls import Chance, OneCall
 
 TOLERANCE = 1e-9  # float64; sums of a few hundred terms in another order, some of them through square roots and logarithms

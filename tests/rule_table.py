@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshloom.graph.layout import layout_of
-from meshloom.graph.rules.factors import Factors, labels_in, shown
-from meshloom.graph.rules.table import BUILT_IN
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.rules.factors import Factors, labels_in, shown
+from meshloom.tensor_parallel.rules.table import BUILT_IN
 from tests.rule_calls import CALLS, Chance
 from tests.rule_check import program_of
 

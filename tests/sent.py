@@ -10,8 +10,8 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.random import seed_everything
-from meshloom.graph.partition import Partition
-from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
+from meshloom.tensor_parallel.partition import Partition
+from meshloom.tensor_parallel.sent_bytes import bytes_per_step, sent_at_the_end, sent_in_chunk
 from tests.division import SEED, Subject
 
 Sent = list[dict[str, tuple[int, int]]]  # rank -> kind of collective -> calls and bytes

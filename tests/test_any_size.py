@@ -21,9 +21,9 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, seed_everything
-from meshloom.graph.loss_programs import LossPrograms
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.store import programs as module
+from meshloom.tensor_parallel.loss_programs import LossPrograms
 from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

@@ -13,15 +13,15 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.graph.apart import changes_apart, layers_apart
-from meshloom.graph.choose import choose
-from meshloom.graph.layout import layout_of
-from meshloom.graph.partition import partition
-from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.stages import cut_into_stages, users_of
 from meshloom.pipeline.staging import with_changes_placed
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.gathered import GatheredLayers
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.partition import partition
+from meshloom.tensor_parallel.rules.table import BUILT_IN
+from meshloom.tensor_parallel.search.choose import choose
 from tests.any_jobs import job_of
 from tests.division import RATES, at_random
 from tests.jobs import make_job

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.axes import Axis, concatenation, product
-from meshloom.graph.layout import layout_of
-from meshloom.graph.rules.table import BUILT_IN
-from meshloom.graph.unify import settle, unify
 from meshloom.program.capture.capture import capture
+from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.layout.unify import settle, unify
+from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import Samples, make_job

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from meshloom.graph.axes import Axis
-from meshloom.graph.cuts import Numbers, candidates, covers, numbers_of, pieces_of
-from meshloom.graph.layout import Layout, layout_of
-from meshloom.graph.rules.factors import Term, labels_in
-from meshloom.graph.rules.table import BUILT_IN
 from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, contiguous_strides
 from meshloom.program.ir.program import Program
+from meshloom.tensor_parallel.layout.axes import Axis
+from meshloom.tensor_parallel.layout.cuts import Numbers, candidates, covers, numbers_of, pieces_of
+from meshloom.tensor_parallel.layout.layout import Layout, layout_of
+from meshloom.tensor_parallel.rules.factors import Term, labels_in
+from meshloom.tensor_parallel.rules.table import BUILT_IN
 from tests.covering import few
 
 aten = torch.ops.aten

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-import meshloom.graph.change_tables
-import meshloom.graph.least
-from meshloom.graph.change import Change, cost_of
-from meshloom.graph.cheapest import Found, cheapest
-from meshloom.graph.integers import cheapest_integers
-from meshloom.graph.least import Floats, Table, least_sum
-from meshloom.graph.limited import LimitError, cheapest_within
+import meshloom.tensor_parallel.search.bucket_elimination
+import meshloom.tensor_parallel.search.change_tables
+from meshloom.tensor_parallel.search.bucket_elimination import Floats, Table, least_sum
+from meshloom.tensor_parallel.search.cheapest import Found, cheapest
+from meshloom.tensor_parallel.search.memory_limit import LimitError, cheapest_within
+from meshloom.tensor_parallel.search.milp import cheapest_integers
+from meshloom.tensor_parallel.search.shared_change import Change, cost_of
 from tests.covering import few
 
 Words = tuple[list[Floats], list[Change], list[Floats], list[Floats]]
@@ -78,8 +78,8 @@ def test_what_is_too_large_for_one_table_is_done_by_shares(seed: int, largest: i
     """Small tables stand for the large ones that a change with many users would take; with 2^6 entries, some are done by steps."""
     words = drawn(seed, unknowns=9, users=6, barred=0.0)
     exact = cheapest(*words[:2])
-    monkeypatch.setattr(meshloom.graph.least, "LARGEST", largest)
-    monkeypatch.setattr(meshloom.graph.change_tables, "TOGETHER", 2**4)
+    monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", largest)
+    monkeypatch.setattr(meshloom.tensor_parallel.search.change_tables, "TOGETHER", 2**4)
     found = cheapest(*words[:2])
     assert exact is not None and found is not None
     assert exact.total * (1 - 1e-12) <= found.total <= exact.total * 1.02  # the bound is not always met
@@ -92,8 +92,8 @@ def test_what_is_found_by_steps_is_better_than_where_they_began_and_not_said_to_
     """An integer program that had to stop was taken for the best, and what it had not divided was said to cost more than it saves."""
     words = drawn(7, unknowns=40, users=4, barred=0.0)
     exact = cheapest(*words[:2])
-    monkeypatch.setattr(meshloom.graph.least, "LARGEST", 2**7)
-    monkeypatch.setattr(meshloom.graph.change_tables, "TOGETHER", 2**7)
+    monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", 2**7)
+    monkeypatch.setattr(meshloom.tensor_parallel.search.change_tables, "TOGETHER", 2**7)
     found = cheapest(*words[:2])
     assert exact is not None and exact.is_proved and found is not None and not found.is_proved
     assert exact.total <= found.total <= 1.02 * exact.total < 0.9 * cost_of([0] * 40, *words[:2])

@@ -15,23 +15,23 @@ from choice_jobs import GPT, ConvNet, layout_by_shapes, next_token, normal, squa
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import meshloom.graph.problem
+import meshloom.tensor_parallel.search.problem
 from benchmarks.step import gpt
 from meshloom.comm.pieces import Pieces
 from meshloom.core.errors import PlanError
-from meshloom.graph.change import cost_of
-from meshloom.graph.choose import Choice, choice_of_numbers, choose, numbers_of_choice
-from meshloom.graph.integers import cheapest_integers
-from meshloom.graph.layout import Layout
-from meshloom.graph.partition import partition
-from meshloom.graph.placement import INVARIANT, PARTIAL, REPLICATED, Part, Placement
-from meshloom.graph.price import change_seconds
-from meshloom.graph.problem import Problem
-from meshloom.graph.repeats import Repeats
-from meshloom.graph.strategies import Strategy
-from meshloom.graph.traffic import sent_in_chunk
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.rates import Rates, default_rates
+from meshloom.tensor_parallel.layout.layout import Layout
+from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Part, Placement
+from meshloom.tensor_parallel.partition import partition
+from meshloom.tensor_parallel.search.choose import Choice, choice_of_numbers, choose, numbers_of_choice
+from meshloom.tensor_parallel.search.milp import cheapest_integers
+from meshloom.tensor_parallel.search.price import change_seconds
+from meshloom.tensor_parallel.search.problem import Problem
+from meshloom.tensor_parallel.search.repeats import Repeats
+from meshloom.tensor_parallel.search.shared_change import cost_of
+from meshloom.tensor_parallel.search.strategies import Strategy
+from meshloom.tensor_parallel.sent_bytes import sent_in_chunk
 from tests.division import RATES, subject_of
 from tests.families import FAMILIES
 
@@ -179,7 +179,7 @@ def test_blocks_that_share_unknowns_cost_what_they_cost_alone(small: Layout, mon
     priced = costs(small.program)
     rates = replace(FAST, memory_price=1.0)
     shared = Problem(small, 2, rates=rates, costs=priced)
-    monkeypatch.setattr(meshloom.graph.problem, "repeats_of", lambda *_: Repeats())
+    monkeypatch.setattr(meshloom.tensor_parallel.search.problem, "repeats_of", lambda *_: Repeats())
     alone = Problem(small, 2, rates=rates, costs=priced)
     assert len(alone.cost) > 1.8 * len(shared.cost)
     one, other = shared.solve()[1], alone.solve()[1]
@@ -274,7 +274,7 @@ def test_what_iterations_share_costs_what_they_cost_alone(monkeypatch: pytest.Mo
     layout = layout_by_shapes(Recurrent, mean, normal(4, 8, 16))
     rates = replace(FAST, flops_per_second=1e7, bytes_per_second=1e7)
     shared = Problem(layout, 2, rates=rates, costs=costs(layout.program)).solve()[1]
-    monkeypatch.setattr(meshloom.graph.problem, "repeats_of", lambda *_: Repeats())
+    monkeypatch.setattr(meshloom.tensor_parallel.search.problem, "repeats_of", lambda *_: Repeats())
     alone = Problem(layout, 2, rates=rates, costs=costs(layout.program)).solve()[1]
     assert alone * (1 - 1e-9) <= shared <= 1.01 * alone  # sums in another order; alone, the first and the last step suit what is around them
 

@@ -13,23 +13,23 @@ import torch
 from choice_jobs import GPT, ConvNet, job_of, layout_by_shapes, next_token, normal, square, tokens
 from torch import Tensor, nn
 
-import meshloom.graph.least
+import meshloom.tensor_parallel.search.bucket_elimination
 from benchmarks.step import gpt
 from meshloom.cli import main
 from meshloom.comm.pieces import take
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
-from meshloom.graph.choose import choose
-from meshloom.graph.chosen import account_of, text_of
-from meshloom.graph.layout import Layout, layout_of
-from meshloom.graph.partition import Partition, partition
-from meshloom.graph.rules.table import BUILT_IN
-from meshloom.graph.traffic import bytes_per_step, sent_at_the_end, sent_in_chunk
 from meshloom.program.capture.capture import capture
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.rates import Rates, default_rates
 from meshloom.program.operators.linears import GatheredLinears
+from meshloom.tensor_parallel.explain import account_of, text_of
+from meshloom.tensor_parallel.layout.layout import Layout, layout_of
+from meshloom.tensor_parallel.partition import Partition, partition
+from meshloom.tensor_parallel.rules.table import BUILT_IN
+from meshloom.tensor_parallel.search.choose import choose
+from meshloom.tensor_parallel.sent_bytes import bytes_per_step, sent_at_the_end, sent_in_chunk
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 FAST = Rates(start_seconds=0.0, latency_seconds=0.0)
@@ -156,7 +156,7 @@ def test_what_was_not_compared_is_not_said_to_cost_more(monkeypatch: pytest.Monk
     slow = Rates(start_seconds=10.0)
     reasons: list[set[str]] = []
     for largest in (2**24, 2**2):
-        monkeypatch.setattr(meshloom.graph.least, "LARGEST", largest)
+        monkeypatch.setattr(meshloom.tensor_parallel.search.bucket_elimination, "LARGEST", largest)
         reasons.append({each.why.partition(" (at ")[0] for each in account_of(partition(choose(layout, 2, slow, priced=priced)), priced).whole})
     assert "dividing it would cost more than it saves" in reasons[0] - reasons[1]
     assert any("too many to compare" in why for why in reasons[1] - reasons[0])

@@ -11,8 +11,8 @@ from torch import Tensor
 from meshloom.comm.pieces import Pieces, Runs, assemble, owned, place, take, whole
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
-from meshloom.graph.placement import even_parts, shared_parts
 from meshloom.program.operators.collectives import Kind, Transition
+from meshloom.tensor_parallel.layout.placement import even_parts, shared_parts
 
 CHANGES: list[tuple[Kind, Kind]] = [
     ("invariant", "part"),

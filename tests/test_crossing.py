@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
-from meshloom.graph.choose import choose
-from meshloom.graph.layout import layout_of
-from meshloom.graph.partition import partition
-from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.stages import cut_into_stages
 from meshloom.pipeline.builders import make_schedule
 from meshloom.pipeline.staging import with_changes_placed
 from meshloom.program.capture.capture import capture
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.partition import partition
+from meshloom.tensor_parallel.rules.table import BUILT_IN
+from meshloom.tensor_parallel.search.choose import choose
 from tests.covering import few
 from tests.division import RATES
 from tests.jobs import make_job, vectors

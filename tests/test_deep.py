@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
-from meshloom.graph.choose import choose
-from meshloom.graph.chosen import account_of
 from meshloom.graph.cut import choose_cuts
-from meshloom.graph.layout import layout_of
-from meshloom.graph.partition import partition
-from meshloom.graph.rules.table import BUILT_IN
 from meshloom.graph.stages import cut_into_stages
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.cost import costs
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.state.samples import first_batches
+from meshloom.tensor_parallel.explain import account_of
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.partition import partition
+from meshloom.tensor_parallel.rules.table import BUILT_IN
+from meshloom.tensor_parallel.search.choose import choose
 from tests.jobs import Samples
 
 pytestmark = pytest.mark.usefixtures("silent_export")

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import meshloom.staged
 from meshloom.comm.recording import Count
 from meshloom.core.job import Job
-from meshloom.graph.division import Division
-from meshloom.graph.traffic import Sent, sent_at_the_end, sent_in_chunk
 from meshloom.program.cost.rates import Rates
 from meshloom.program.operators.linears import GatheredLinears
+from meshloom.tensor_parallel.division import Division
+from meshloom.tensor_parallel.sent_bytes import Sent, sent_at_the_end, sent_in_chunk
 from meshloom.trainer import Trainer
 from tests.families.family import own_loss
 from tests.jobs import Samples

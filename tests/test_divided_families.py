@@ -19,14 +19,14 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.choose import Choice
-from meshloom.graph.cuts import candidates
-from meshloom.graph.layout import layout_of
-from meshloom.graph.placement import Cut, Part
-from meshloom.graph.rules.table import BUILT_IN
-from meshloom.graph.uses import Uses
 from meshloom.program.capture.capture import capture
 from meshloom.program.trace.precision import default_precision, in_precision
+from meshloom.tensor_parallel.layout.cuts import candidates
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.layout.placement import Cut, Part
+from meshloom.tensor_parallel.rules.table import BUILT_IN
+from meshloom.tensor_parallel.search.choose import Choice
+from meshloom.tensor_parallel.search.uses import Uses
 from meshloom.verify.run import verify
 from tests.covering import in_turn
 from tests.division import at_random

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-import meshloom.graph.layout
 import meshloom.program.operators.collectives
 import meshloom.program.operators.gathered
+import meshloom.tensor_parallel.layout.layout
 from meshloom.comm.pieces import place
 from meshloom.core.plan import Plan
 from meshloom.verify import nodes
@@ -37,13 +37,13 @@ def test_without_a_mistake_nothing_is_said():
 
 
 def test_a_rule_that_forgets_a_sum_is_named(monkeypatch: pytest.MonkeyPatch):
-    right = meshloom.graph.layout.factors_of
+    right = meshloom.tensor_parallel.layout.layout.factors_of
 
     def wrong(call: Any, rules: Any) -> Any:
         factors = right(call, rules)
         return dataclasses.replace(factors, sums=frozenset(), whole=frozenset()) if factors is not None and call.name == "linear" else factors
 
-    monkeypatch.setattr(meshloom.graph.layout, "factors_of", wrong)
+    monkeypatch.setattr(meshloom.tensor_parallel.layout.layout, "factors_of", wrong)
     report = report_of("mlp", "tp=2,tp_placements=first:column")
     assert not report.passed
     assert any(cause.kind == "division" and "linear of" in cause.sentence and "jobs.py" in cause.sentence for cause in report.causes)

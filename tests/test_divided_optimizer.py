@@ -21,15 +21,15 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.alone import Alone
-from meshloom.graph.choose import Rates, choose
-from meshloom.graph.layout import layout_of
-from meshloom.graph.lockstep import run_in_lockstep
-from meshloom.graph.partition import Partition, partition
-from meshloom.graph.rules.table import BUILT_IN
 from meshloom.program.capture.capture import capture_module
 from meshloom.state import saving
 from meshloom.state.optimizer import Updater
 from meshloom.state.shards import Shards
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.lockstep import run_in_lockstep
+from meshloom.tensor_parallel.partition import Partition, partition
+from meshloom.tensor_parallel.rules.table import BUILT_IN
+from meshloom.tensor_parallel.search.choose import Rates, choose
 from tests.covering import in_turn
 
 STEPS = 3

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.choose import Choice, choose
-from meshloom.graph.layout import Layout
-from meshloom.graph.partition import Partition
-from meshloom.graph.placement import Part
-from meshloom.graph.traffic import sent_in_chunk
+from meshloom.tensor_parallel.layout.layout import Layout
+from meshloom.tensor_parallel.layout.placement import Part
+from meshloom.tensor_parallel.partition import Partition
+from meshloom.tensor_parallel.search.choose import Choice, choose
+from meshloom.tensor_parallel.sent_bytes import sent_in_chunk
 from meshloom.verify.run import verify
 from tests.division import RATES, Subject, compare, subject_of
 from tests.families.measure import largest_error

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
-from meshloom.graph.rules.table import rules_with
+from meshloom.tensor_parallel.rules.table import rules_with
 from tests.rule_calls import Chance, OneCall
 from tests.rule_check import Checked, check_call
 

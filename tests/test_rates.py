@@ -10,12 +10,12 @@ from choice_jobs import GPT, job_of, next_token, tokens
 
 from meshloom.core.errors import MachineError
 from meshloom.core.plan import Plan
-from meshloom.graph.chosen import Account, text_of
 from meshloom.machine.machine import Link, collective_seconds, example_machine, machine_file, save
 from meshloom.planner.divided import divided
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.cost import Cost
 from meshloom.program.cost.rates import COLLECTIVES, Rates, default_rates, rates_here, rates_of
+from meshloom.tensor_parallel.explain import Account, text_of
 
 
 def test_measured_collectives_take_what_was_measured():

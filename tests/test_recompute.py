@@ -19,7 +19,6 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.random import preserved_draws, seed_everything
-from meshloom.graph.partition import partition
 from meshloom.pipeline.builders import make_schedule
 from meshloom.planner.measure import measure_memory
 from meshloom.program.capture.capture import capture, capture_module
@@ -30,6 +29,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.recompute.recompute import recomputed, with_recomputation
 from meshloom.program.recompute.segments import segments_of
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
+from meshloom.tensor_parallel.partition import partition
 from tests.covering import in_turn
 from tests.division import cheapest
 from tests.division import subject_of as divided_subject_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshloom.graph.rules.table import BUILT_IN
+from meshloom.tensor_parallel.rules.table import BUILT_IN
 from tests.rule_calls import CALLS, POINTWISE, Chance, call
 from tests.rule_check import Checked, check_call
 from tests.rule_table import FILE, table

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from meshloom.comm.pieces import Pieces, owned
-from meshloom.graph.axes import Axis, concatenation, product
-from meshloom.graph.cuts import Numbers, num_runs, pieces_of, runs_of
-from meshloom.graph.placement import Cut, even_parts, shared_parts
-from meshloom.graph.sections import Sections
 from meshloom.program.operators.payload import elements_of_change
+from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
+from meshloom.tensor_parallel.layout.cuts import Numbers, num_runs, pieces_of, runs_of
+from meshloom.tensor_parallel.layout.placement import Cut, even_parts, shared_parts
+from meshloom.tensor_parallel.layout.sections import Sections
 
 RANKS = 3
 

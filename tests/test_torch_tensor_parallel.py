@@ -28,16 +28,16 @@ from meshloom.comm.steps import Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.choose import choose
-from meshloom.graph.layout import layout_of
-from meshloom.graph.partition import partition
-from meshloom.graph.placement import INVARIANT
-from meshloom.graph.rules.table import BUILT_IN
-from meshloom.graph.traffic import sent_at_the_end, sent_in_chunk
 from meshloom.program.capture.capture import capture
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.linears import GatheredLinears
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.layout.placement import INVARIANT
+from meshloom.tensor_parallel.partition import partition
+from meshloom.tensor_parallel.rules.table import BUILT_IN
+from meshloom.tensor_parallel.search.choose import choose
+from meshloom.tensor_parallel.sent_bytes import sent_at_the_end, sent_in_chunk
 from meshloom.trainer import Trainer
 from tests.jobs import Samples
 from tests.processes import on_ranks

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import meshloom.graph.division
-import meshloom.graph.loss_programs
 import meshloom.pipeline.staging
+import meshloom.tensor_parallel.division
+import meshloom.tensor_parallel.loss_programs
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.placement import Part
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.capture.unlifted import unlifted
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
+from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 
@@ -86,21 +86,21 @@ def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
 )
 def test_what_float64_verifies_is_what_is_trained(model: Any, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch):
     """The program was priced as it was read for verification, in which all values weigh twice as much: another division was verified than is trained."""
-    monkeypatch.setattr(meshloom.graph.division, "rates_for", lambda *_: rates)
+    monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
     monkeypatch.setattr(meshloom.pipeline.staging, "rates_here", lambda *_: rates)
     job = job_of(model)
     trained = chosen(job, plan)
     assert chosen(job, plan, torch.float64) == trained
     report = verify(job, Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
     assert report is not None and report.passed, report and report.causes
-    monkeypatch.setattr(meshloom.graph.loss_programs, "unlifted", lambda *_: None)
+    monkeypatch.setattr(meshloom.tensor_parallel.loss_programs, "unlifted", lambda *_: None)
     assert chosen(job, plan, torch.float64) != trained  # by the prices of float64
 
 
 @pytest.mark.long
 def test_where_a_cast_allows_less_parameters_are_held_as_in_training(monkeypatch: pytest.MonkeyPatch):
     """A part of a sum goes through `.float()` in float32, where it changes nothing; in float64 it rounds, and has to be given the sum."""
-    monkeypatch.setattr(meshloom.graph.division, "rates_for", lambda *_: replace(TALKING, link_bytes_per_second=1e7))
+    monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: replace(TALKING, link_bytes_per_second=1e7))
     job = replace(
         job_of(lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 32))), loss=lambda model, batch: model(batch["x"]).float().mean()
     )

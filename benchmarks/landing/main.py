@@ -25,14 +25,14 @@ from meshloom.core.job import Job
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
-from meshloom.graph.choose import choose, rates_for
-from meshloom.graph.layout import layout_of
-from meshloom.graph.partition import Partition, partition
-from meshloom.graph.rules.table import BUILT_IN
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.fused_grad_accumulation import InPlace
 from meshloom.program.run.with_fused_accumulation import with_landing
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.partition import Partition, partition
+from meshloom.tensor_parallel.rules.table import BUILT_IN
+from meshloom.tensor_parallel.search.choose import choose, rates_for
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
 import gpt  # pyright: ignore[reportMissingImports]

@@ -14,7 +14,6 @@ from rich.console import Console
 from meshloom.commands.plans import LOG_WIDTH, plan_of
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
-from meshloom.graph.chosen import text_of
 from meshloom.launch import cache_directory, check_ranks
 from meshloom.machine.machine import load, machine_file
 from meshloom.planner.describe import describe
@@ -25,6 +24,7 @@ from meshloom.planner.staged import staged
 from meshloom.report.description import description_records, print_description
 from meshloom.report.records import Records
 from meshloom.report.stages import lines_of, lines_of_ranks, stages_record
+from meshloom.tensor_parallel.explain import text_of
 
 
 def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> int:

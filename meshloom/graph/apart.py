@@ -15,13 +15,13 @@ from dataclasses import replace
 
 from torch.utils._pytree import tree_map_only
 
-from meshloom.graph.partition import Routed
 from meshloom.graph.stages import computed_of_the_batch
 from meshloom.program.ir.nodes import Node, Ref, contiguous_strides, refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.experts import place_rows, rows_here, take_rows
 from meshloom.program.operators.gathered import GatheredLayers
+from meshloom.tensor_parallel.partition import Routed
 
 
 def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:

@@ -18,13 +18,13 @@ from meshloom.core.errors import PlanError
 from meshloom.core.units import amount
 from meshloom.graph.best_cuts import Limits, best_cuts, rank_bytes, refined
 from meshloom.graph.intervals import Intervals, StageCost
-from meshloom.graph.keeping import HELD_COPIES
 from meshloom.graph.stages import updating
 from meshloom.program.cost.cost import Cost, Kept
 from meshloom.program.cost.operator_seconds import Work, work_of
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.program import Program
+from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES
 
 UNEVEN = 1.25
 Homes = Mapping[str, Collection[int]]

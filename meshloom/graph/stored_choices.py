@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from meshloom.graph.choose import Choice, choice_of_numbers, digest_of_choice, numbers_of_choice
 from meshloom.graph.cut import CutChoice
 from meshloom.graph.intervals import StageCost
-from meshloom.graph.layout import Layout
 from meshloom.program.cost.cost import Cost, Kept
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.store.stored import Stored
+from meshloom.tensor_parallel.layout.layout import Layout
+from meshloom.tensor_parallel.search.choose import Choice, choice_of_numbers, digest_of_choice, numbers_of_choice
 
 
 def costs_before(stored: Stored | None, program: Program, price: Callable[[Program], Mapping[str, Cost]]) -> Mapping[str, Cost]:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_unflatten
 from meshloom.comm.group import Group
 from meshloom.core.job import LossFunction
 from meshloom.core.mesh import Axis
-from meshloom.graph.loss_programs import Shapes
 from meshloom.graph.stages import Crossing, Stage
 from meshloom.pipeline.ready import Readiness
 from meshloom.pipeline.run import Both, Listener, PipelineRun
@@ -28,6 +27,7 @@ from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.fused_grad_accumulation import Landing
 from meshloom.program.store.newest import Newest
+from meshloom.tensor_parallel.loss_programs import Shapes
 
 MOST_KEPT = 64  # shapes of a step's microbatches, together, for which runs are kept
 

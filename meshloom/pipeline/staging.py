@@ -22,8 +22,6 @@ from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
 from meshloom.graph.apart import changes_apart, layers_apart, rows_apart
 from meshloom.graph.cut import CutChoice
-from meshloom.graph.loss_programs import LossPrograms, Shapes
-from meshloom.graph.partition import Routed
 from meshloom.graph.stages import Stage, cut_into_stages, users_of
 from meshloom.graph.stored_choices import cut_before, kept_before
 from meshloom.pipeline.cutting import choose_stages, schedule_of
@@ -42,6 +40,8 @@ from meshloom.program.sizes.forms import alike
 from meshloom.program.sizes.symbolic import Sizes
 from meshloom.program.store.newest import Newest
 from meshloom.program.store.stored import Stored
+from meshloom.tensor_parallel.loss_programs import LossPrograms, Shapes
+from meshloom.tensor_parallel.partition import Routed
 
 Key = tuple[LossFunction, bool, Shapes]
 MOST_KEPT = 32  # shapes of batches whose stages are kept after they were made; those of others are made again

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshloom.graph.stages import Crossing, Stage
-from meshloom.graph.traffic import Sent, sent_in_chunk
+from meshloom.tensor_parallel.sent_bytes import Sent, sent_in_chunk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,15 +8,15 @@ from functools import cache, cached_property
 from typing import Any
 
 from meshloom.core.plan import Plan
-from meshloom.graph.choose import Choice, choose, rates_for
-from meshloom.graph.chosen import Account, account_of
-from meshloom.graph.layout import layout_of
-from meshloom.graph.partition import Partition, partition
-from meshloom.graph.rules.table import rules_with
 from meshloom.graph.stored_choices import divided_before
 from meshloom.machine.machine import Machine
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import rates_of
+from meshloom.tensor_parallel.explain import Account, account_of
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.partition import Partition, partition
+from meshloom.tensor_parallel.rules.table import rules_with
+from meshloom.tensor_parallel.search.choose import Choice, choose, rates_for
 
 
 @dataclass(frozen=True, kw_only=True)

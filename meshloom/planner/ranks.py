@@ -9,9 +9,7 @@ from meshloom.core.errors import PlanError
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.graph.cut import CutChoice
-from meshloom.graph.partition import Partition
 from meshloom.graph.stages import Stage, users_of
-from meshloom.graph.traffic import sent_at_the_end
 from meshloom.pipeline.check import held_by_stage
 from meshloom.pipeline.cutting import schedule_of
 from meshloom.pipeline.staging import stages_of_part
@@ -23,6 +21,8 @@ from meshloom.planner.rehearsal import Held
 from meshloom.planner.stage_kept import kept_bytes_of
 from meshloom.planner.staged import StagePlan
 from meshloom.program.ir.program import Program
+from meshloom.tensor_parallel.partition import Partition
+from meshloom.tensor_parallel.sent_bytes import sent_at_the_end
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from meshloom.core.mesh import AXES
-from meshloom.graph.keeping import HELD_COPIES
 from meshloom.planner.ranks import RankShare
 from meshloom.planner.staged import Better, StagePlan
 from meshloom.report.description import quantity, size
 from meshloom.report.machine import duration
 from meshloom.report.terminal import how_many
+from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES
 
 
 def lines_of(found: StagePlan) -> list[str]:

@@ -19,11 +19,11 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.graph.placement import even_parts
 from meshloom.state.layout import Piece
 from meshloom.state.optimizer_state import StatePart
 from meshloom.state.shards import Shards
 from meshloom.state.tensor_file import Entry, Stream
+from meshloom.tensor_parallel.layout.placement import even_parts
 
 
 @dataclass(frozen=True, kw_only=True)

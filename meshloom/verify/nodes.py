@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.comm.pieces import Pieces, take
 from meshloom.core.random import derive, preserved_draws, seed_everything
-from meshloom.graph.choose import Choice
-from meshloom.graph.cuts import pieces_of, route_of
-from meshloom.graph.lockstep import run_in_lockstep
-from meshloom.graph.partition import Partition
-from meshloom.graph.placement import PARTIAL, Part, cut_of
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.nodes import Node
+from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of
+from meshloom.tensor_parallel.layout.placement import PARTIAL, Part, cut_of
+from meshloom.tensor_parallel.lockstep import run_in_lockstep
+from meshloom.tensor_parallel.partition import Partition
+from meshloom.tensor_parallel.search.choose import Choice
 
 TOLERANCE = 1e-9  # of float64, in which both run; rounding of the deepest families stays below 1e-12
 _SEED = 7

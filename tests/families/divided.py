@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from meshloom.graph.choose import changes_of
-from meshloom.graph.chosen import Account, Whole, account_of
-from meshloom.graph.partition import Partition
 from meshloom.program.cost.cost import costs
+from meshloom.tensor_parallel.explain import Account, Whole, account_of
+from meshloom.tensor_parallel.partition import Partition
+from meshloom.tensor_parallel.search.choose import changes_of
 from tests.division import Subject, compare, subject_of
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from meshloom.core.mesh import AXES
 from meshloom.core.plan import Plan
 from meshloom.core.units import amount
-from meshloom.graph.chosen import Whole
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import shares_of
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged import staged
+from meshloom.tensor_parallel.explain import Whole
 from tests.published.model import Published
 
 PLANS = ("tp=4", "tp=8", "pp=4,microbatches=8", "dp=2,pp=2,tp=2,microbatches=8")

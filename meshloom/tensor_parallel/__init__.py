@@ -1,0 +1,1 @@
+"""Programs divided over the ranks of one axis."""

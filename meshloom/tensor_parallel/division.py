@@ -1,0 +1,143 @@
+"""Programs of a job's loss divided over the ranks of one axis, with the same parts of the parameters in all.
+
+The first program decides who holds what; later ones are divided so that it stays. One rank chooses and tells the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from meshloom.comm.group import Group
+from meshloom.comm.objects import collect, on_first, share
+from meshloom.comm.pieces import Pieces
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import CaptureError, PlanError
+from meshloom.core.timings import Timings
+from meshloom.graph.stored_choices import divided_before
+from meshloom.program.ir.program import Program
+from meshloom.program.sizes.forms import alike
+from meshloom.program.store.stored import Stored
+from meshloom.tensor_parallel.layout.layout import Layout, layout_of
+from meshloom.tensor_parallel.partition import Partition, Routed, partition
+from meshloom.tensor_parallel.rules.table import rules_with
+from meshloom.tensor_parallel.search.choose import (
+    Choice,
+    Held,
+    Rates,
+    choice_in,
+    choice_of_numbers,
+    choice_resized,
+    choose,
+    digest_of_choice,
+    numbers_of_choice,
+    rates_for,
+)
+
+
+class Division:
+    """How programs are divided over the ranks of `group`, which talk in it as they compute.
+
+    rules: the job's own, as text. placements: as for `choose`. memory_bytes: what a rank may hold, of which there are `num_stages` along pp.
+    rates: default is what was measured on the machine of the rank that chooses, else `default_rates`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        rules: Mapping[str, str] | None = None,
+        rates: Rates | None = None,
+        placements: Mapping[str, str] | None = None,
+        memory_bytes: float | None = None,
+        num_stages: int = 1,
+        timings: Timings | None = None,
+        stored: Stored | None = None,
+    ) -> None:
+        self._num_stages = num_stages
+        self._stored = stored
+        self._rules_given = rules or {}
+        self._timings = timings or Timings()
+        self._group = group
+        self._given = rates
+        self.rates: Rates | None = None  # that were used, on the rank that chose
+        self._rules = rules_with(rules or {})
+        self._placements = placements
+        self._memory_bytes = memory_bytes
+        self._first: Partition | None = None
+        self._choices: list[Choice] = []  # of programs that differ in more than sizes
+
+    @property
+    def first(self) -> Partition:
+        """The program that decided who holds what."""
+        assert self._first is not None, "part() comes first"
+        return self._first
+
+    @property
+    def pieces(self) -> Mapping[str, Pieces]:
+        """Who holds what of every parameter and buffer."""
+        return {**self.first.parameters, **self.first.buffers}
+
+    def part(self, program: Program, group: Group, priced: Program | None = None) -> Steps[tuple[Program, Mapping[str, Routed]]]:
+        """This rank's part of `program`, and values in it whose rows data sends here.
+
+        All ranks of `group` call it, of which the first chooses: the world, or those of a replica.
+
+        priced: for which it chooses, with the same nodes; default: `program`.
+        """
+        with self._timings.of("axes"):
+            layout = layout_of(program, self._rules)
+        held = self._first.held if self._first else None
+
+        def cheapest() -> Choice:
+            limit = self._memory_bytes * self._num_stages if self._memory_bytes and held is None else None
+            weighed = layout_of(priced, self._rules) if priced else layout
+            self.rates = self._given or rates_for(weighed.program, self._group.size)
+            rates, stored = self.rates, self._stored if held is None and priced is None else None
+
+            def choose_here() -> Choice:
+                return choose(weighed, self._group.size, rates, held=held, placements=self._placements, memory_bytes=limit)
+
+            try:
+                return divided_before(
+                    stored, weighed, self._group.size, rates, choose_here, rules=self._rules_given, placements=self._placements, memory_bytes=limit
+                )
+            except PlanError as error:
+                if limit is None or self._num_stages == 1:
+                    raise
+                raise PlanError(f"{error} The limit is that of {self._num_stages} ranks along pp together; more of them help, too.") from None
+
+        def chosen() -> Choice:
+            choice = cheapest()
+            if priced is None:
+                return choice
+            there = choice_in(layout, choice, held=held, placements=self._placements)
+            if there is None:  # a cast has fewer ways to be computed than one that changes nothing: so only parameters are held as in training
+                other = choose(layout, self._group.size, self.rates, held=partition(choice).held)
+                there = choice_in(layout, other, held=held, placements=self._placements)
+            return there or choose(layout, self._group.size, self.rates, held=held, placements=self._placements)
+
+        mine = self._as_before(layout, held)
+        if mine is None:
+            with self._timings.of("choosing a division"):
+                choice = yield from on_first(group, chosen, CaptureError)
+            numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
+            mine = choice or choice_of_numbers(layout, self._group.size, numbers, held=held, placements=self._placements)
+            self._choices.append(mine)
+        with self._timings.of("dividing"):
+            divided = partition(mine)
+            own = divided.of(self._group.rank)
+            names = hashlib.sha256(" ".join(node.name for node in own.program.nodes).encode()).hexdigest()
+            digest = digest_of_choice(mine)
+        hashes = yield from collect(group, (digest, names))
+        if any(each != hashes[0] for each in hashes):
+            raise CaptureError("Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks.")
+        self._first = self._first or divided
+        return own.program, own.routed
+
+    def _as_before(self, layout: Layout, held: Held | None) -> Choice | None:
+        """The choice that was made for this program at other sizes, on every rank alike."""
+        if held is None:
+            return None
+        known = (each for each in self._choices if alike(each.layout.program, layout.program))
+        return next((made for each in known if (made := choice_resized(layout, each, held=held)) is not None), None)

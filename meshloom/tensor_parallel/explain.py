@@ -1,0 +1,275 @@
+"""An account of a choice, for people: how every module is divided, what it sends, and what stayed whole and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshloom.core.units import amount
+from meshloom.program.cost.cost import Cost
+from meshloom.program.ir.nodes import Node, Variable
+from meshloom.program.operators.payload import Collective
+from meshloom.tensor_parallel.layout.cuts import candidates
+from meshloom.tensor_parallel.layout.placement import Cut, Part
+from meshloom.tensor_parallel.partition import Partition
+from meshloom.tensor_parallel.search.choose import Choice
+from meshloom.tensor_parallel.search.pins import is_meant
+from meshloom.tensor_parallel.search.strategies import strategies_of
+from meshloom.tensor_parallel.search.uses import Uses
+from meshloom.tensor_parallel.sent_bytes import Sent, bytes_per_step, sent_at_the_end, sent_in_chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleRow:
+    """A module, or several alike. path: like `blocks.0-5.up`; '' is the model itself or the loss.
+
+    placements: its parameters' own names -> `column`, `row`, `vocabulary`, `experts`, `dim2`, or `whole`. sent: what one of them sends in a chunk, by
+    (collective, backward): calls and bytes that rank 0 hands in.
+    """
+
+    path: str
+    times: int = 1
+    placements: tuple[tuple[str, str], ...] = ()
+    sent: tuple[tuple[tuple[Collective, bool], tuple[int, int]], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """What every rank holds or computes all of. what: a parameter or an operator, with its module. share: of all parameters, or of all FLOPs."""
+
+    what: str
+    why: str
+    times: int = 1
+    share: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """parameters_divided, flops_divided: shares of all elements, and of all FLOPs forward and backward. work: the busiest rank's share of the FLOPs.
+
+    num_bytes: bytes that rank 0 hands in during a step, by kind of collective. rates: where those are from that it was chosen with.
+    """
+
+    num_ranks: int
+    rows: tuple[ModuleRow, ...]
+    whole: tuple[Whole, ...]
+    parameters_divided: float
+    flops_divided: float
+    work: float
+    num_bytes: Mapping[str, int]
+    rates: str = ""
+
+
+def account_of(
+    part: Partition, costs: Mapping[str, Cost], *, num_chunks: int = 1, placements: Mapping[str, str] | None = None, rates: str = ""
+) -> Account:  # fmt: skip
+    """What was chosen for a program, and what a step of `num_chunks` chunks sends. placements: those that the plan asked for."""
+    choice = part.choice
+    program = choice.layout.program
+    teller = _Teller(choice, placements or {})
+    sizes = {name: math.prod(each.meta.shape) for name, each in program.parameters.items()}
+    divided = {name for name in sizes if not part.parameters[name].is_whole}
+    flops = {node.name: costs[node.name].flops + costs[node.name].backward_flops for node in program.nodes}
+    all_flops = sum(flops.values()) or 1
+    return Account(
+        num_ranks=choice.num_ranks,
+        rows=_merged(list(_rows(part, teller))),
+        whole=_gathered([*teller.whole_parameters(sizes, divided), *teller.whole_operators(flops, all_flops)]),
+        parameters_divided=sum(sizes[name] for name in divided) / (sum(sizes.values()) or 1),
+        flops_divided=sum(count for name, count in flops.items() if choice.strategies[name].work < 1) / all_flops,
+        work=sum(count * choice.strategies[name].work for name, count in flops.items()) / all_flops,
+        num_bytes=bytes_per_step(part, num_chunks=num_chunks),
+        rates=rates,
+    )
+
+
+def text_of(account: Account) -> str:
+    """The account as a table and a few lines."""
+    table = [("module", "parameters", "forward", "backward")]
+    table += [
+        (
+            f"{row.path or '(model and loss)'}{f'  x{row.times}' if row.times > 1 else ''}",
+            ", ".join(f"{name} {how}" for name, how in row.placements),
+            _calls(row, backward=False),
+            _calls(row, backward=True),
+        )
+        for row in account.rows
+    ]
+    widths = [max(len(line[column]) for line in table) for column in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines += [
+        f"tp={account.num_ranks} divides {account.parameters_divided:.1%} of the parameters and {account.flops_divided:.1%} of the FLOPs; "
+        f"a rank computes {account.work:.1%} of all FLOPs."
+    ]
+    sent = ", ".join(f"{name} {amount(size)}" for name, size in account.num_bytes.items())
+    lines += [f"Sent by a rank per step: {sent}." if sent else "Nothing is sent."]
+    lines += [f"Rates: {account.rates}."] if account.rates else []
+    lines += [f"Whole: {each.what}{f' x{each.times}' if each.times > 1 else ''} ({each.share:.1%}): {each.why}." for each in account.whole]
+    return "\n".join(lines)
+
+
+class _Teller:
+    """Names placements, and says why something is whole."""
+
+    def __init__(self, choice: Choice, placements: Mapping[str, str]) -> None:
+        self._choice = choice
+        self._placements = placements
+        self._cuts: dict[int, list[Cut]] = {}
+        for cut in candidates(choice.layout, choice.numbers, choice.num_ranks):
+            for number in cut.parts:
+                self._cuts.setdefault(number, []).append(cut)
+        self._uses = Uses(choice.layout, choice.numbers, self._cuts)
+
+    def placement(self, variable: Variable) -> str:
+        """How a parameter is divided."""
+        placement = self._choice.variables[variable.value]
+        if not isinstance(placement, Part) or placement.cut is None:
+            return "whole"
+        inner, outer, looked_up = self._uses.sides(variable.value)
+        touched = placement.cut.parts.keys()
+        if touched & self._uses.experts:
+            return "experts"
+        for name, axes in (("vocabulary", looked_up), ("row", inner), ("column", outer)):
+            if axes & touched:
+                return f"{name} by heads" if self._uses.heads & touched & axes else name
+        return next(
+            f"dim{place}"
+            for place, axis in enumerate(self._choice.layout.values[variable.value][0])
+            if self._choice.numbers.leaves(axis) & touched
+        )  # fmt: skip
+
+    def whole_parameters(self, sizes: Mapping[str, int], divided: set[str]) -> Iterator[Whole]:
+        """Parameters that every rank holds."""
+        total = sum(sizes.values()) or 1
+        for name, each in self._choice.layout.program.parameters.items():
+            if name not in divided:
+                yield Whole(what=name, why=self._why_held(each), share=sizes[name] / total)
+
+    def whole_operators(self, flops: Mapping[str, int], total: int) -> Iterator[Whole]:
+        """Operators with FLOPs that every rank computes."""
+        for node in self._choice.layout.program.nodes:
+            if flops[node.name] and self._choice.strategies[node.name].work == 1:
+                where = f"{node.operator} in {node.path}" if node.path else node.operator
+                yield Whole(what=where, why=f"{self._why_computed(node)} ({_line(node)})", share=flops[node.name] / total)
+
+    def _why_held(self, variable: Variable) -> str:
+        axes = self._choice.layout.values[variable.value][0]
+        numbers = [number for axis in axes for number in sorted(self._choice.numbers.leaves(axis))]
+        options = dict.fromkeys(cut for number in numbers for cut in self._cuts.get(number, []))
+        pattern = next((each for each in self._placements if any(is_meant(name, each) for name in (variable.name, *variable.aliases))), None)
+        if pattern is not None:
+            return f"the plan wants it so (tp_placements={pattern}:{self._placements[pattern]})"
+        if variable.value not in self._uses.users:
+            return "the loss does not use it"
+        if not options:
+            return f"no dimension has {self._choice.num_ranks} indices to divide"
+        blocking = [self._uses.blocking(variable.value, Part(cut)) for cut in options]
+        stuck = next((node for node in blocking if node is not None), None)
+        if stuck is not None and None not in blocking:
+            return f"{stuck.operator} needs all of it ({_line(stuck)})"
+        if not variable.meta.requires_grad:
+            return "it is not trained, so that dividing it saves no update"
+        return self._why_not_taken()
+
+    def _why_computed(self, node: Node) -> str:
+        if node.name not in self._choice.layout.mapped:
+            return "there is no rule for it"
+        ways = strategies_of(node, self._choice.layout, self._choice.numbers, self._cuts)
+        if not any(each.work < 1 for each in ways):
+            return "it needs all of its operands"
+        return self._why_not_taken()
+
+    def _why_not_taken(self) -> str:
+        if self._choice.is_proved:
+            return "dividing it would cost more than it saves"
+        return "no division was found in which dividing it saves more than it costs, and there are too many to compare all"
+
+
+def _rows(part: Partition, teller: _Teller) -> Iterator[ModuleRow]:
+    program = part.choice.layout.program
+    mine = part.of(0).program
+    paths = {node.name: node.path for node in mine.nodes}
+    found: dict[str, tuple[list[tuple[str, str]], list[Sent]]] = {}
+    for node in program.nodes:
+        found.setdefault(node.path, ([], []))
+    for name, each in program.parameters.items():
+        path, _, own = name.rpartition(".")
+        found.setdefault(path, ([], []))[0].append((own, teller.placement(each)))
+    for sent in (*sent_in_chunk(mine, 0), *sent_at_the_end(part, 0)):
+        found.setdefault(paths.get(sent.node, ""), ([], []))[1].append(sent)
+    for path, (placements, all_sent) in found.items():
+        if placements or all_sent:
+            yield ModuleRow(path=path, placements=tuple(placements), sent=_sums(all_sent))
+
+
+def _sums(all_sent: Sequence[Sent]) -> tuple[tuple[tuple[Collective, bool], tuple[int, int]], ...]:
+    sums: dict[tuple[Collective, bool], tuple[int, int]] = {}
+    for each in all_sent:
+        calls, num_bytes = sums.get((each.collective, each.backward), (0, 0))
+        sums[each.collective, each.backward] = calls + 1, num_bytes + each.num_bytes
+    return tuple(sorted(sums.items()))
+
+
+def _merged(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
+    """Rows that differ in a block's number alone as one, where the first of them stood."""
+    groups: dict[tuple[str, str, object], list[int]] = {}
+    for row in rows:
+        before, number, after = _block(row.path)
+        groups.setdefault((before, after, (row.placements, row.sent, number is None)), []).append(number if number is not None else -1)
+    found: list[ModuleRow] = []
+    for row in rows:
+        before, number, after = _block(row.path)
+        numbers = groups.pop((before, after, (row.placements, row.sent, number is None)), None)
+        if numbers is not None:
+            path = row.path if number is None else ".".join(part for part in (before, _ranges(numbers), after) if part)
+            found.append(replace(row, path=path, times=len(numbers)))
+    return tuple(found)
+
+
+def _gathered(all_whole: Sequence[Whole]) -> tuple[Whole, ...]:
+    """What is whole for one reason in alike modules as one, the largest first."""
+    groups: dict[tuple[str, str, str], list[tuple[int | None, Whole]]] = {}
+    for each in all_whole:
+        before, number, after = _block(each.what)
+        groups.setdefault((before, after, each.why), []).append((number, each))
+    found: list[Whole] = []
+    for (before, after, _), members in groups.items():
+        numbers = [number for number, _ in members if number is not None]
+        what = ".".join(part for part in (before, _ranges(numbers), after) if part) if numbers else members[0][1].what
+        found.append(replace(members[0][1], what=what, times=len(members), share=sum(each.share for _, each in members)))
+    return tuple(sorted(found, key=lambda each: -each.share))
+
+
+def _block(path: str) -> tuple[str, int | None, str]:
+    """A path around its first number.
+
+    >>> _block("blocks.3.up"), _block("head")
+    (('blocks', 3, 'up'), ('head', None, ''))
+    """
+    parts = path.split(".")
+    place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return (path, None, "") if place is None else (".".join(parts[:place]), int(parts[place]), ".".join(parts[place + 1 :]))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers as ranges.
+
+    >>> _ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _calls(row: ModuleRow, *, backward: bool) -> str:
+    return ", ".join(f"{calls} {name} {amount(num_bytes)}" for (name, way), (calls, num_bytes) in row.sent if way == backward)
+
+
+def _line(node: Node) -> str:
+    return f"at {node.line}: {node.line.text}" if node.line and node.line.text else f"at {node.line}" if node.line else "at no line of yours"

@@ -1,0 +1,264 @@
+"""The axes of every value of a program, and the factor map of every node over them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+from meshloom.program.ir.nodes import Meta, Node, Ref, lists_in
+from meshloom.program.ir.program import Program
+from meshloom.program.ir.sparse_constants import is_sparse, strides_of
+from meshloom.tensor_parallel.layout.axes import Axis, Strip, concatenation, fits, product
+from meshloom.tensor_parallel.layout.routes import Route, routes_of
+from meshloom.tensor_parallel.layout.unify import mark, settle, unify
+from meshloom.tensor_parallel.rules.call import call_of
+from meshloom.tensor_parallel.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
+from meshloom.tensor_parallel.rules.table import Rules, factors_of
+
+Axes = tuple[Axis, ...]  # one per dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """A node with its factor map: label -> axis. whole: labels that must not be cut, those included whose dims did not fit together."""
+
+    node: Node
+    factors: Factors
+    labels: Mapping[str, Axis]
+    whole: frozenset[str]
+    apart: frozenset[frozenset[str]]  # pairs of labels that may share an axis: they are never in one tensor's dims together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """values: name -> axes of each of its tensors. mapped: node name -> its map, where there is a rule for it."""
+
+    program: Program
+    values: Mapping[str, tuple[Axes, ...]]
+    metas: Mapping[str, tuple[Meta, ...]]
+    mapped: Mapping[str, Mapped]
+    routes: tuple[Route, ...] = ()
+
+    @cached_property
+    def order(self) -> Mapping[str, int]:
+        """Node name -> its place in the program."""
+        return {node.name: place for place, node in enumerate(self.program.nodes)}
+
+    @cached_property
+    def lists(self) -> frozenset[str]:
+        """Values that are several tensors, or a list of one, of which nodes pick; and sparse ones. Their placement is not changed."""
+        return lists_in(self.program.nodes) | {name for name, each in self.program.constants.items() if is_sparse(each)}
+
+
+def layout_of(program: Program, rules: Rules) -> Layout:
+    """Follow the program, making axes one where an operator pairs them.
+
+    A matrix whose rows and columns turn out to be one axis (of x + W x, or of a state that W makes anew) could not be cut at all: a part of
+    its rows with the same part of its columns is not all of it. There the program is followed again, with the columns an axis of their own.
+    """
+    layout = _followed(program, rules, {})
+    square = dict(_square(layout))
+    return _followed(program, rules, square) if square else layout
+
+
+def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layout:
+    """square: nodes, and the number of their matrix, whose columns are to be an axis of its own."""
+    values: dict[str, tuple[Axes, ...]] = {}
+    metas: dict[str, tuple[Meta, ...]] = {}
+    for each in _leaves(program):
+        values[each[0]] = (_fresh(each[1].shape),)
+        metas[each[0]] = (each[1],)
+    for name, constant in program.constants.items():
+        values[name] = (_fresh(tuple(constant.shape)),)
+        metas[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=strides_of(constant), requires_grad=False),)
+    mapped: dict[str, Mapped] = {}
+    known: dict[Hashable, Factors | None] = {}
+    for node in program.nodes:
+        metas[node.name] = node.outputs
+        if node.target is operator.getitem:
+            source: Ref = node.args[0]
+            values[node.name] = (values[source.name][node.args[1]],)
+            continue
+        factors = _factors(node, metas, rules, known)
+        if factors is None:
+            values[node.name] = tuple(_fresh(output.shape) for output in node.outputs)
+            continue
+        factors = _with_own_columns(factors, square[node.name]) if node.name in square else factors
+        operands = [values[ref.name][0] for ref in node.operands()]
+        mapped[node.name] = each_mapped = _map(node, factors, operands)
+        values[node.name] = tuple(
+            tuple(_axis(term, each_mapped.labels, size) for term, size in zip(dims, output.shape, strict=True))
+            for dims, output in zip(factors.outputs, node.outputs, strict=True)
+        )
+    layout = Layout(program=program, values=values, metas=metas, mapped=mapped, routes=routes_of(program, mapped))
+    settle(axes_in(layout))
+    return layout
+
+
+def _factors(node: Node, metas: Mapping[str, tuple[Meta, ...]], rules: Rules, known: dict[Hashable, Factors | None]) -> Factors | None:
+    """The factor map of a node, if there is a rule for it, found once for all nodes that are alike."""
+    operands = tuple(metas[ref.name] for ref in node.operands())
+    constants = _constants((node.args, *node.kwargs.items()))
+    key = node.target, constants, operands, node.outputs, bool(node.context.autocast), node.num_draws
+    try:
+        if key in known:
+            return known[key]
+    except TypeError:  # an argument that has no hash
+        key = node.name
+    call = call_of(node, metas)
+    known[key] = factors_of(call, rules) if call is not None else None
+    return known[key]
+
+
+def _constants(value: Any) -> Any:
+    """Arguments without the names of values, 1 and 1.0 being different."""
+    if isinstance(value, Ref):
+        return Ref
+    return tuple(map(_constants, value)) if isinstance(value, tuple) else (type(value), value)
+
+
+def _square(layout: Layout) -> Iterator[tuple[str, int]]:
+    """Nodes with a parameter (or a view of one), and its number, of which an axis that is summed over is also one that is kept."""
+    held = {each.value for each in layout.program.parameters.values()}
+    for name, mapped in layout.mapped.items():
+        operands = [ref.name for ref in mapped.node.operands()]
+        if len(operands) == 1 and operands[0] in held:
+            held.add(name)
+        for number, dims in enumerate(mapped.factors.operands):
+            if operands[number] not in held:
+                continue
+            labels = {label for term in dims for label in labels_in(term)}
+            inner, outer = (_strips_of(mapped, some) for some in (labels & mapped.factors.sums, labels - mapped.factors.sums))
+            if inner & outer:
+                yield name, number
+
+
+def _strips_of(mapped: Mapped, labels: Iterable[str]) -> set[Strip]:
+    return {leaf.strip for label in labels for leaf in mapped.labels[label].leaves() if leaf.size > 1}
+
+
+def _with_own_columns(factors: Factors, number: int) -> Factors:
+    """The map with what is summed over an axis of its own in operand `number`, and whole in the others, which every rank needs all of."""
+    changed = {place: tuple(None if set(labels_in(term)) & factors.sums else term for term in dims) for place, dims in enumerate(factors.operands)}
+    others = [place for place, dims in enumerate(factors.operands) if place != number and changed[place] != dims]
+    return replace(
+        factors,
+        operands=tuple(changed[place] if place in others else dims for place, dims in enumerate(factors.operands)),
+        whole=factors.whole | factors.sums,
+        sums=frozenset(),
+        added=frozenset(),
+        entire=factors.entire | frozenset(others),
+    )
+
+
+def axes_in(layout: Layout) -> list[Axis]:
+    """The axes of all values, then those of all labels."""
+    found = [axis for tensors in layout.values.values() for axes in tensors for axis in axes]
+    return found + [axis for mapped in layout.mapped.values() for axis in mapped.labels.values()]
+
+
+def axes_of(dims: Dims, labels: Mapping[str, Axis], shape: tuple[int, ...] | None = None) -> Axes:
+    """The axes of dims that a factor map names; dims without a name are whole. shape: sizes of those."""
+    return tuple(_axis(term, labels, shape[place] if shape else -1) for place, term in enumerate(dims))
+
+
+def _leaves(program: Program) -> Iterator[tuple[str, Meta]]:
+    for variable in (*program.parameters.values(), *program.buffers.values()):
+        yield variable.value, variable.meta
+    for each in program.inputs:
+        yield each.value, each.meta
+
+
+def _fresh(shape: tuple[int, ...]) -> Axes:
+    return tuple(Axis(size) for size in shape)
+
+
+def _map(node: Node, factors: Factors, operands: list[Axes]) -> Mapped:
+    """A label is the axis of the first operand that has it. Where another one is not the same, it has to be whole."""
+    sizes = _sizes(factors, operands)
+    labels: dict[str, Axis] = {}
+    whole = set(factors.whole)
+    for dims, axes in zip(factors.operands, operands, strict=True):
+        assert len(dims) == len(axes), f"{node.operator}: {dims} for {axes}"
+        for term, axis in zip(dims, axes, strict=True):
+            if term is not None and not _bind(term, axis, labels, sizes):
+                whole.update(labels_in(term))
+    for label, size in sizes.items():
+        labels.setdefault(label, Axis(size))
+    return Mapped(node=node, factors=factors, labels=labels, whole=frozenset(whole), apart=frozenset(_apart(factors)))
+
+
+def _sizes(factors: Factors, operands: list[Axes]) -> dict[str, int]:
+    """The size of every label: that which it has where it stands alone, else as the map says."""
+    sizes = dict(factors.sizes)
+    for dims, axes in zip(factors.operands, operands, strict=True):
+        for term, axis in zip(dims, axes, strict=True):
+            if isinstance(term, str) and sizes.get(term, 1) == 1:
+                sizes[term] = axis.size
+    return sizes
+
+
+def _bind(term: Term, axis: Axis, labels: dict[str, Axis], sizes: Mapping[str, int]) -> bool:
+    """Make an axis what a term stands for. False: it is not."""
+    if isinstance(term, str):
+        if term not in labels and axis.size == sizes[term]:
+            labels[term] = axis
+            return True
+        return unify(axis, labels.setdefault(term, Axis(sizes[term])))
+    if isinstance(term, Concat):
+        bounds = [0, *accumulate(_size(part, sizes) for part in term.parts)]
+        if bounds[-1] == axis.size and all(fits(axis, 0, bound) for bound in bounds):
+            mark(axis, bounds)
+            parts = [axis.stretch(start, stop) for start, stop in pairwise(bounds)]
+            bound = [_bind(part, stretch, labels, sizes) for part, stretch in zip(term.parts, parts, strict=True)]
+            return all(bound)
+    if isinstance(term, Product) and axis.size == _size(term, sizes):
+        alone = [part for part in term.parts if _size(part, sizes) != 1]
+        if len(alone) == 1:
+            return _bind(alone[0], axis, labels, sizes)
+    for label in labels_in(term):
+        labels.setdefault(label, Axis(sizes[label]))
+    return unify(axis, _axis(term, labels, axis.size))
+
+
+def _size(term: Term, sizes: Mapping[str, int]) -> int:
+    if term is None:
+        return 1
+    if isinstance(term, str):
+        return sizes[term]
+    each = [_size(part, sizes) for part in term.parts]
+    return math.prod(each) if isinstance(term, Product) else sum(each)
+
+
+def _axis(term: Term, labels: Mapping[str, Axis], size: int) -> Axis:
+    if term is None:
+        return Axis(size)
+    if isinstance(term, str):
+        return labels[term]
+    parts = [_axis(part, labels, -1) for part in term.parts]
+    return product(parts) if isinstance(term, Product) else concatenation(parts)
+
+
+def _apart(factors: Factors) -> Iterator[frozenset[str]]:
+    """Labels that follow each other in one dim, and never multiply; and those of which one goes where the other goes."""
+    if factors.routed is not None:
+        yield frozenset({factors.routed.rows, factors.routed.groups})
+    for dims in (*factors.operands, *factors.outputs):
+        for term in _terms(dims):
+            if isinstance(term, Concat):
+                names = [labels_in(part) for part in term.parts]
+                yield from (
+                    frozenset({one, other}) for place, mine in enumerate(names) for theirs in names[:place] for one in mine for other in theirs
+                )
+
+
+def _terms(dims: Dims) -> Iterator[Term]:
+    for term in dims:
+        yield term
+        if isinstance(term, Product | Concat):
+            yield from _terms(term.parts)

@@ -1,0 +1,90 @@
+"""What ranks hold of a value, counted in sections that no cut goes through: there are as many of them in a million indices as in ten.
+
+    4 x 8, of which rank 0 has the first 3 of each 8        runs [0, 3), [8, 11), [16, 19), [24, 27)
+    in sections of the 4 and of the 8: [4] x [3, 5]         run  [0, 1), of 4 x 3 indices
+
+Ranks' parts meet in sections just as they do in indices, so changes of placement are priced without a list of what they move.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from meshloom.comm.pieces import Pieces, Runs
+from meshloom.tensor_parallel.layout.axes import Axis, Key
+from meshloom.tensor_parallel.layout.cuts import Numbers, rows_expected, runs_in, stretch_of
+from meshloom.tensor_parallel.layout.layout import Axes
+from meshloom.tensor_parallel.layout.placement import Cut
+
+
+class Sections:
+    """Of the axes of one program. cuts: number of an axis -> all cuts that there are of it."""
+
+    def __init__(self, numbers: Numbers, cuts: Mapping[int, Sequence[Cut]], num_ranks: int) -> None:
+        self._numbers = numbers
+        self._cuts = cuts
+        self._num_ranks = num_ranks
+        self._bounds: dict[Key, tuple[int, ...]] = {}
+        self._sizes: dict[Key, tuple[int, ...]] = {}
+        self._pieces: dict[tuple[tuple[Key, ...], Cut | None], Pieces] = {}
+        self._equal: dict[Pieces, Pieces] = {}
+
+    def pieces(self, axes: Axes, cut: Cut | None) -> Pieces:
+        """Who holds what of a value with these axes, in sections; one object for all that are equal."""
+        key = tuple(axis.key for axis in axes), cut
+        if key not in self._pieces:
+            dims = [self._dim(axis, cut) for axis in axes]
+            sizes = tuple(sizes for sizes, _ in dims)
+            rows = tuple(tuple(held[rank] if held is not None else None for _, held in dims) for rank in range(self._num_ranks))
+            made = Pieces(tuple(map(len, sizes)), rows, tuple((0, *accumulate(each)) for each in sizes))
+            self._pieces[key] = self._equal.setdefault(made, made)
+        return self._pieces[key]
+
+    def _dim(self, axis: Axis, cut: Cut | None) -> tuple[Sequence[int], list[Runs] | None]:
+        """Sizes of an axis's sections, and the runs of them that each rank holds; None: all, whatever the rank."""
+        if cut is None or not (self._numbers.leaves(axis) & cut.parts.keys()):
+            return self._sizes_of(axis), None
+        routed = self._numbers.route(axis, cut)
+        if routed is not None:  # rows of which nobody knows yet where they lie: such a part meets no other
+            rows = [rows_expected(axis, *routed, cut, rank) for rank in range(self._num_ranks)]
+            places = sorted({0, axis.size, *(place for runs in rows for run in runs for place in run)})
+            return [stop - start for start, stop in pairwise(places)], [
+                tuple((bisect_left(places, start), bisect_left(places, stop)) for start, stop in runs) for runs in rows
+            ]
+        return self._sizes_of(axis), [self._runs(axis, cut, rank) for rank in range(self._num_ranks)]
+
+    def _sizes_of(self, axis: Axis) -> tuple[int, ...]:
+        """Of its sections, in order."""
+        found = self._sizes.get(axis.key)
+        if found is None:
+            if axis.kind is None:
+                found = tuple(stop - start for start, stop in pairwise(self._bounds_of(axis)))
+            elif axis.kind == "concatenation":
+                found = tuple(size for part in axis.parts for size in self._sizes_of(part))
+            else:
+                found = (1,)
+                for part in axis.parts:
+                    found = tuple(outer * inner for outer in found for inner in self._sizes_of(part))
+            self._sizes[axis.key] = found
+        return found
+
+    def _bounds_of(self, leaf: Axis) -> tuple[int, ...]:
+        """Where the sections of an axis without parts begin and end: wherever some cut does."""
+        found = self._bounds.get(leaf.key)
+        if found is None:
+            strip, first, size = leaf.key
+            cuts = self._cuts.get(self._numbers.of[strip], ()) if strip in self._numbers.of else ()
+            places = {place - first for cut in cuts for run in cut.parts[self._numbers.of[strip]] for place in run}
+            found = self._bounds[leaf.key] = (0, *sorted(place for place in places if 0 < place < size), size)
+        return found
+
+    def _runs(self, axis: Axis, cut: Cut, rank: int) -> Runs:
+        """Of the sections that a rank holds."""
+
+        def of_leaf(leaf: Axis) -> Runs:
+            bounds = self._bounds_of(leaf)
+            return tuple((bisect_left(bounds, start), bisect_left(bounds, stop)) for start, stop in stretch_of(leaf, cut, self._numbers, rank))
+
+        return runs_in(axis, of_leaf, lambda part: len(self._sizes_of(part)))

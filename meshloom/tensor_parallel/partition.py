@@ -1,0 +1,277 @@
+"""The program of each rank: smaller parameters, smaller views, and changes of placement where a choice asks for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshloom.comm.pieces import Pieces, Runs
+from meshloom.program.ir.contexts import Context
+from meshloom.program.ir.nodes import Meta, Node, Ref, Variable, contiguous_strides, refs_in
+from meshloom.program.ir.program import Program
+from meshloom.program.operators.collectives import Joint, Transition
+from meshloom.program.operators.experts import place_rows, rows_here, take_rows
+from meshloom.program.operators.sliced_draws import PartOfDraw
+from meshloom.tensor_parallel.fuse import with_gathered_layers
+from meshloom.tensor_parallel.layout.axes import Key
+from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of, runs_of
+from meshloom.tensor_parallel.layout.layout import Axes, axes_of
+from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
+from meshloom.tensor_parallel.layout.routes import Route
+from meshloom.tensor_parallel.rules.factors import Sizes
+from meshloom.tensor_parallel.search.choose import Choice, Held
+from meshloom.tensor_parallel.search.price import is_same, kind_of
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Of a value whose rows are as many as data sends to the rank. rows: the value that says which; dim, size: of the rows of all ranks."""
+
+    rows: str
+    dim: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgram:
+    """What a rank computes. routed: values whose shape is another one with other data."""
+
+    program: Program
+    routed: Mapping[str, Routed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A divided program. parameters, buffers: name -> who holds what."""
+
+    choice: Choice
+    parameters: Mapping[str, Pieces]
+    buffers: Mapping[str, Pieces]
+    summed: tuple[str, ...]  # parameters whose gradients are to be summed over the ranks, once a step
+    _ranks: dict[int, RankProgram] = dataclasses.field(default_factory=dict[int, RankProgram], repr=False, compare=False)
+
+    def of(self, rank: int) -> RankProgram:
+        """What one rank computes, made when it is first asked for. Nodes and values have the same names on all."""
+        if rank not in self._ranks:
+            builder = _Builder(self.choice, rank)
+            program = _program(builder, self.parameters, self.buffers)
+            self._ranks[rank] = RankProgram(program=program, routed=builder.routed)
+        return self._ranks[rank]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What all ranks compute."""
+        return tuple(self.of(rank).program for rank in range(self.choice.num_ranks))
+
+    @property
+    def held(self) -> Held:
+        """What later programs of the same job must keep to."""
+        choice = self.choice
+        variables = {**choice.layout.program.parameters, **choice.layout.program.buffers}
+        pieces = {**self.parameters, **self.buffers}
+        return {name: (pieces[name], choice.variables[each.value] == INVARIANT) for name, each in variables.items()}
+
+
+def partition(choice: Choice) -> Partition:
+    """Who holds what, and what each rank computes."""
+    program = choice.layout.program
+    parameters = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.parameters.items()}
+    buffers = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.buffers.items()}
+    return Partition(
+        choice=choice,
+        parameters=parameters,
+        buffers=buffers,
+        summed=tuple(
+            name for name, each in program.parameters.items()
+            if each.meta.requires_grad and choice.variables[each.value] != INVARIANT and parameters[name].is_shared
+        ),
+    )  # fmt: skip
+
+
+def _program(builder: _Builder, parameters: Mapping[str, Pieces], buffers: Mapping[str, Pieces]) -> Program:
+    program, rank = builder.choice.layout.program, builder.rank
+    for node in program.nodes:
+        builder.add(node)
+    outputs = tuple(builder.read(each, INVARIANT) if isinstance(each, Ref) else each for each in program.outputs)
+    updates = {name: builder.read(each, INVARIANT) for name, each in program.updates.items()}
+    return dataclasses.replace(
+        program,
+        parameters={name: _variable(each, parameters[name], rank) for name, each in program.parameters.items()},
+        buffers={name: _variable(each, buffers[name], rank) for name, each in program.buffers.items()},
+        nodes=with_gathered_layers(builder.nodes, frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))),
+        outputs=outputs,
+        updates=updates,
+        _runners={},
+    )
+
+
+def _variable(variable: Variable, pieces: Pieces, rank: int) -> Variable:
+    return dataclasses.replace(variable, meta=_local(variable.meta, pieces, rank))
+
+
+def _local(meta: Meta, pieces: Pieces, rank: int) -> Meta:
+    shape = pieces.local_shape(rank)
+    return meta if shape == meta.shape else dataclasses.replace(meta, shape=shape, stride=contiguous_strides(shape))
+
+
+class _Builder:
+    """One rank's nodes, in the order of the program; a change of placement comes right before the first node that wants it."""
+
+    def __init__(self, choice: Choice, rank: int) -> None:
+        self.choice = choice
+        self.rank = rank
+        self.nodes: list[Node] = []
+        self.changed: dict[tuple[str, Placement], str] = {}
+        self.rows: dict[tuple[str, Placement], str] = {}  # value that says whose rows are, and a placement -> those that are this rank's
+        self.routed: dict[str, Routed] = {}
+        self._parts: dict[tuple[Meta, tuple[Key, ...], Cut | None], Meta] = {}
+
+    def add(self, node: Node) -> None:
+        """The rank's part of a node, after the changes that it needs."""
+        choice, layout = self.choice, self.choice.layout
+        strategy = choice.strategies[node.name]
+        wanted = iter(strategy.operands)
+        args, kwargs = self._replaced((node.args, dict(node.kwargs)), wanted, node)
+        target = node.target
+        cut = cut_of(strategy.output)
+        outputs = tuple(self._part(meta, axes, cut) for meta, axes in zip(node.outputs, layout.values[node.name], strict=True))
+        mapped = layout.mapped.get(node.name)
+        if strategy.cut is not None and mapped is not None:
+            if mapped.factors.local is not None:
+                target, args, kwargs = mapped.factors.local(target, args, kwargs, self._sizes(node, outputs))
+            if node.num_draws and not isinstance(target, Joint):
+                drawn = mapped.factors.outputs[0] if mapped.factors.drawn is None else mapped.factors.drawn
+                pieces = pieces_of(axes_of(drawn, mapped.labels), strategy.cut, choice.numbers, choice.num_ranks)
+                stride = node.outputs[0].stride if mapped.factors.drawn is None else None
+                target = PartOfDraw(op=target, sizes=pieces.shape, held=pieces.held[self.rank], count=node.num_draws, stride=stride)
+        elif node.num_draws and mapped is not None and mapped.factors.drawn is None:
+            # All of it, and yet it may lie in memory otherwise than on one device, and is drawn in that order.
+            sizes, stride = node.outputs[0].shape, node.outputs[0].stride
+            target = PartOfDraw(op=target, sizes=sizes, held=(None,) * len(sizes), count=node.num_draws, stride=stride)
+        # What came from other ranks, or was made of a part, may lie in memory so that it cannot be viewed.
+        target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
+        draws = 0 if isinstance(target, Joint) else node.num_draws  # what the ranks compute together keys its draws by itself
+        self.nodes.append(dataclasses.replace(node, target=target, args=args, kwargs=kwargs, outputs=outputs, num_draws=draws))
+        self._note_routed(node)
+
+    def _part(self, meta: Meta, axes: Axes, cut: Cut | None) -> Meta:
+        """What the rank holds of a value: found once for all that have the same axes."""
+        key = meta, tuple(axis.key for axis in axes), cut
+        if key not in self._parts:
+            self._parts[key] = _local(meta, pieces_of(axes, cut, self.choice.numbers, self.choice.num_ranks), self.rank)
+        return self._parts[key]
+
+    def _note_routed(self, node: Node) -> None:
+        """Of a value that rows were taken for: which these are."""
+        axes = self.choice.layout.values[node.name]
+        placement = self.choice.placement(node.name)
+        found = route_of(axes[0], placement, self.choice.numbers) if len(axes) == 1 else None
+        rows = self.rows.get((found[2].value, placement)) if found else None
+        if found and rows:
+            self.routed[node.name] = Routed(rows, found[0], node.outputs[0].shape[found[0]])
+
+    def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
+        """The value placed so, changed if need be (once, however many nodes want it)."""
+        source = self.choice.placement(ref.name)
+        if source == placement:
+            return ref
+        if (ref.name, placement) not in self.changed:
+            self.changed[ref.name, placement] = self._change(ref, source, placement, node)
+        return Ref(self.changed[ref.name, placement])
+
+    def _change(self, ref: Ref, source: Placement, target: Placement, node: Node | None) -> str:
+        choice = self.choice
+        meta = choice.layout.metas[ref.name][0]
+        axes = choice.layout.values[ref.name][0]
+        before, after = (choice.pieces(ref.name, each) for each in (source, target))
+        taken, placed = route_of(axes, target, choice.numbers), route_of(axes, source, choice.numbers)
+        if taken is None and placed is None and is_same(source, target, before, after):
+            return ref.name
+        if taken is not None:
+            args = self.read(ref, REPLICATED, node), self._rows(target, taken, node)
+            name = self._made(ref, take_rows, (*args, taken[0]), _local(meta, after, self.rank), node)
+            self.routed[name] = Routed(args[1].name, taken[0], meta.shape[taken[0]])
+            return name
+        if placed is not None and target == PARTIAL:
+            args = ref, self._rows(source, placed, node)
+            return self._made(ref, place_rows, (*args, placed[0], meta.shape[placed[0]]), meta, node)
+        given = ref
+        if placed is not None:
+            given, source, before = self.read(ref, PARTIAL, node), PARTIAL, choice.pieces(ref.name, PARTIAL)
+        elif not meta.requires_grad and before.is_whole and after.is_whole and PARTIAL not in (source, target):
+            return ref.name  # the same values, and no gradient to tell them apart
+        change = Transition(source=kind_of(source), target=kind_of(target), before=before, after=after)
+        return self._made(ref, change, (given,), _local(meta, after, self.rank), node)
+
+    def _rows(self, placement: Placement, routed: tuple[int, int, Route], node: Node | None) -> Ref:
+        """Which rows of an axis are sent to this rank, found once."""
+        _, number, route = routed
+        cut = cut_of(placement)
+        assert cut is not None
+        if (route.value, placement) not in self.rows:
+            first, stop = cut.parts[number][self.rank]
+            told = self.read(Ref(route.value), REPLICATED, node)
+            count = sum(last - start for start, last in runs_of(route.rows, cut, self.choice.numbers, self.rank) or ())
+            meta = Meta(shape=(count,), dtype=torch.int64, stride=(1,), requires_grad=False)
+            self.rows[route.value, placement] = self._made(
+                Ref(route.value), rows_here, (told, first, stop, route.groups.size, route.is_sorted), meta, node
+            )  # fmt: skip
+        return Ref(self.rows[route.value, placement])
+
+    def _made(self, ref: Ref, target: Any, args: tuple[Any, ...], output: Meta, node: Node | None) -> str:
+        """A node of this rank's own, which changes how a value is placed."""
+        name = f"{ref.name}__{len(self.changed) + len(self.rows)}"
+        made = Node(
+            name=name,
+            target=target,
+            args=args,
+            kwargs={},
+            # Its value may be wanted with gradients later, whatever the first to want it does.
+            context=Context(autocast=node.context.autocast if node else ()),
+            path=node.path if node else "",
+            line=node.line if node else None,
+            draw=None,
+            num_draws=0,
+            outputs=(output,),
+        )
+        self.nodes.append(made)
+        return name
+
+    def _replaced(self, value: Any, wanted: Any, node: Node) -> Any:
+        if isinstance(value, Ref):
+            return self.read(value, next(wanted), node)
+        if isinstance(value, tuple | list):
+            return tuple(self._replaced(each, wanted, node) for each in value)
+        if isinstance(value, dict):
+            return {key: self._replaced(each, wanted, node) for key, each in value.items()}
+        return value
+
+    def _sizes(self, node: Node, outputs: tuple[Meta, ...]) -> Sizes:
+        choice, layout = self.choice, self.choice.layout
+        strategy, mapped = choice.strategies[node.name], layout.mapped[node.name]
+        here: dict[str, int] = {}
+        starts: dict[str, tuple[int, ...]] = {}
+        held: dict[str, tuple[Runs | None, ...]] = {}
+        for label, axis in mapped.labels.items():
+            runs = [runs_of(axis, strategy.cut, choice.numbers, rank) for rank in range(choice.num_ranks)]
+            mine = runs[self.rank]
+            here[label] = axis.size if mine is None else sum(stop - start for start, stop in mine)
+            starts[label] = tuple(each[0][0] if each else 0 for each in runs)
+            held[label] = tuple(runs)
+        operands = tuple(
+            choice.pieces(ref.name, placement).local_shape(self.rank) for ref, placement in zip(node.operands(), strategy.operands, strict=True)
+        )
+        axes = layout.values[node.name]
+        return Sizes(
+            here=here, whole={label: axis.size for label, axis in mapped.labels.items()}, operands=operands,
+            outputs=tuple(self._shape(output, each, strategy.cut) for output, each in zip(outputs, axes, strict=True)), starts=starts, runs=held, rank=self.rank,
+        )  # fmt: skip
+
+    def _shape(self, output: Meta, axes: Axes, cut: Cut | None) -> tuple[int, ...]:
+        """Of a rank's part of a result; -1: as many rows as are sent to it."""
+        routed = route_of(axes, Part(cut), self.choice.numbers)
+        return output.shape if routed is None else (*output.shape[: routed[0]], -1, *output.shape[routed[0] + 1 :])

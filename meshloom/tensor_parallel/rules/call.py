@@ -1,0 +1,104 @@
+"""A call as rules see it: the arguments by name, tensors by shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.program.ir.callables import out_of_place
+from meshloom.program.ir.nodes import Meta, Node, Ref
+from meshloom.tensor_parallel.rules.factors import Factors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A tensor argument. number: its place in `Node.operands()`."""
+
+    number: int
+    meta: Meta
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of its dims."""
+        return self.meta.shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """An operator's call.
+
+    name: without namespace and overload. arguments: by the schema's names, defaults filled in; tensors are `Operand`s.
+    operands: the tensors, in the order of `Node.operands()`. outputs: its tensors.
+    """
+
+    name: str
+    node: Node
+    arguments: Mapping[str, Any]
+    operands: tuple[Operand, ...]
+    outputs: tuple[Meta, ...]
+
+    def dim(self, name: str, ndim: int) -> int:
+        """An argument that is a dim, counted from the front."""
+        return self.arguments[name] % ndim if ndim else 0
+
+    def dims(self, name: str, ndim: int) -> tuple[int, ...]:
+        """An argument that is a dim, a list of them, or nothing (all of them)."""
+        given = self.arguments.get(name)
+        if given is None or (isinstance(given, tuple) and not given):
+            return tuple(range(ndim))
+        return tuple(each % ndim for each in (given if isinstance(given, tuple) else (given,))) if ndim else ()
+
+
+Rule = Callable[[Call], Factors | None]
+"""The factor map of a call; None: this call is not to be split."""
+
+
+def call_of(node: Node, metas: Mapping[str, tuple[Meta, ...]]) -> Call | None:
+    """The call of a node; None if it is no operator with a schema, or a tensor operand has several tensors."""
+    # What `out_of_place` makes has its operator as first argument.
+    inner = node.args[0] if node.target is out_of_place else node.target
+    schema = getattr(inner, "_schema", None)
+    if schema is None:
+        return None
+    operands: list[Operand] = []
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, Ref):
+            found = metas[value.name]
+            operands.append(Operand(number=len(operands), meta=found[0]) if len(found) == 1 else _several())
+            return operands[-1]
+        return tuple(map(replace, value)) if isinstance(value, tuple) else value
+
+    try:
+        args, kwargs = replace(node.args), {key: replace(value) for key, value in node.kwargs.items()}
+    except _SeveralError:
+        return None
+    arguments = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    arguments.update(
+        {argument.name: value for argument, value in zip(schema.arguments, args[1:] if node.target is out_of_place else args, strict=False)}
+    )
+    arguments.update(kwargs)
+    name = schema.name.removeprefix("aten::")
+    return Call(name=name, node=node, arguments=_tuples(arguments), operands=tuple(operands), outputs=node.outputs)
+
+
+def tensor_arguments(call: Call) -> Iterator[tuple[int, ...] | None]:
+    """The shape of every tensor argument in the schema's order; None where it is not given. Lists of tensors are not for this."""
+    schema: Any = call.node.target._schema
+    for argument in schema.arguments:
+        if "Tensor" in str(argument.type):
+            value = call.arguments.get(argument.name)
+            yield value.shape if isinstance(value, Operand) else None
+
+
+class _SeveralError(Exception):
+    pass
+
+
+def _several() -> Operand:
+    raise _SeveralError
+
+
+def _tuples(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}

@@ -1,0 +1,90 @@
+"""Losses of classes and of pairs: cross-entropy and likelihood, over a part of the vocabulary too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshloom.program.operators.partial import CrossEntropyOfPart, cosine_losses_of_part, negative_log_likelihood_of_part
+from meshloom.tensor_parallel.rules.call import Call, Operand, Rule
+from meshloom.tensor_parallel.rules.factors import Dims, Factors, Sizes
+
+
+def _cross_entropy(call: Call) -> Factors | None:
+    """logits [n, v, space], targets [n, space] (class numbers), weights of the classes [v] -> the mean, the sum or [n, space].
+
+    A part of v takes two small all-reduces, and gives the whole loss.
+    """
+    logits, target = call.operands[:2]
+    weighted = isinstance(call.arguments.get("weight"), Operand)
+    if len(logits.shape) < 2 or target.meta.dtype.is_floating_point:
+        return None
+    reduction: int = call.arguments.get("reduction", 1)
+    ignored: int = call.arguments.get("ignore_index", -100)
+    smoothing: float = call.arguments.get("label_smoothing", 0.0)
+
+    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        if not here.is_cut("v"):
+            return to, args, kwargs
+        part = CrossEntropyOfPart(
+            starts=here.starts["v"], num_classes=here.whole["v"], reduction=reduction, ignored=ignored, smoothing=smoothing, weighted=weighted
+        )
+        return part, (*args[:2], *([args[2] if len(args) > 2 else kwargs["weight"]] if weighted else [])), {}
+
+    space: Dims = tuple(f"s{place}" for place in range(len(logits.shape) - 2))
+    rows: Dims = ("n", *space)
+    sizes = {"n": logits.shape[0], "v": logits.shape[1]} | {f"s{place}": size for place, size in enumerate(logits.shape[2:])}
+    return Factors(
+        operands=(("n", "v", *space), rows, *([("v",)] if weighted else [])), outputs=(rows if reduction == 0 else (),), sizes=sizes,
+        whole=frozenset() if reduction == 0 else frozenset(sizes) - {"v"},
+        joins=frozenset({"v"}), in_one_run=frozenset({"v"}), local=local,
+    )  # fmt: skip
+
+
+def _likelihood(call: Call) -> Factors | None:
+    """nll_loss: log-probabilities [n, v, space], targets [n, space] -> the mean, the sum or [n, space]. A part of v adds the targets that are in it."""
+    x = call.operands[0]
+    if isinstance(call.arguments.get("weight"), Operand) or len(x.shape) < 2:
+        return None
+    reduction: int = call.arguments.get("reduction", 1)
+    ignored: int = call.arguments.get("ignore_index", -100)
+    space: Dims = tuple(f"s{place}" for place in range(len(x.shape) - 2))
+    rows: Dims = ("n", *space)
+    sizes = {"n": x.shape[0], "v": x.shape[1]} | {f"s{place}": size for place, size in enumerate(x.shape[2:])}
+    samples = frozenset(sizes) - {"v"}
+
+    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        if here.here["v"] == here.whole["v"]:
+            return to, args, kwargs
+        return negative_log_likelihood_of_part, (*args[:2], here.starts["v"][here.rank], reduction, ignored), {}
+
+    return Factors(
+        operands=(("n", "v", *space), rows), outputs=(rows if reduction == 0 else (),), sizes=sizes,
+        sums=frozenset({"v"}) | (samples if reduction == 2 else frozenset()), whole=samples if reduction == 1 else frozenset(),
+        filled=samples, in_one_run=frozenset({"v"}), linear=(frozenset({0}),), local=local,
+    )  # fmt: skip
+
+
+def _cosine(call: Call) -> Factors | None:
+    """cosine_embedding_loss: pairs of vectors [n, d], targets [n] of 1 or -1 -> the mean, the sum or [n]."""
+    one, other, target = call.operands
+    if len(one.shape) != 2 or one.shape != other.shape or len(target.shape) != 1:
+        return None
+    reduction: int = call.arguments["reduction"]
+    count = one.shape[0]
+
+    def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        if here.here["n"] == here.whole["n"] or reduction != 1:
+            return to, args, kwargs
+        return cosine_losses_of_part, (*args[:3], call.arguments["margin"], count), {}
+
+    return Factors(
+        operands=(("n", None), ("n", None), ("n",)), outputs=(("n",) if reduction == 0 else (),), sizes={"n": count},
+        sums=frozenset() if reduction == 0 else frozenset({"n"}), local=local,
+    )  # fmt: skip
+
+
+LOSSES: dict[str, Rule] = {
+    "cross_entropy_loss": _cross_entropy,
+    **dict.fromkeys(("nll_loss", "nll_loss_nd", "nll_loss2d"), _likelihood),
+    "cosine_embedding_loss": _cosine,
+}

@@ -1,0 +1,61 @@
+"""Another order: of dims (permute, transpose), or of the indices of a dim (flip, roll)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshloom.tensor_parallel.rules.call import Call, Rule
+from meshloom.tensor_parallel.rules.factors import Factors, labels_of
+
+_FIRST = (frozenset({0}),)
+
+
+def _permuted(order: Any) -> Rule:
+    def rule(call: Call) -> Factors | None:
+        names, sizes = labels_of(call.operands[0].shape)
+        return Factors(operands=(tuple(names),), outputs=(tuple(names[place] for place in order(call, len(names))),), sizes=sizes, linear=_FIRST)
+
+    return rule
+
+
+def _transposed(call: Call, ndim: int) -> list[int]:
+    order = list(range(ndim))
+    first, second = ("dim0", "dim1") if "dim0" in call.arguments else ("axis0", "axis1")
+    if ndim:
+        one, other = call.dim(first, ndim), call.dim(second, ndim)
+        order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _moved(call: Call, ndim: int) -> list[int]:
+    source, destination = call.dims("source", ndim), call.dims("destination", ndim)
+    order = [-1] * ndim
+    for one, other in zip(source, destination, strict=True):
+        order[other] = one
+    rest = iter(each for each in range(ndim) if each not in source)
+    return [each if each >= 0 else next(rest) for each in order]
+
+
+def _one_dim_whole(*names_of_dims: str) -> Rule:
+    """flip, roll: those dims stay whole."""
+
+    def rule(call: Call) -> Factors | None:
+        names, sizes = labels_of(call.operands[0].shape)
+        found = [dim for name in names_of_dims for dim in call.dims(name, len(names))]
+        return Factors(operands=(tuple(names),), outputs=(tuple(names),), sizes=sizes, whole=frozenset(f"d{dim}" for dim in found), linear=_FIRST)
+
+    return rule
+
+
+ORDERS: dict[str, Rule] = {
+    "permute": _permuted(lambda call, ndim: call.dims("dims", ndim)),
+    "transpose": _permuted(_transposed),
+    "swapaxes": _permuted(_transposed),
+    "swapdims": _permuted(_transposed),
+    "movedim": _permuted(_moved),
+    "t": _permuted(lambda call, ndim: range(ndim)[::-1]),
+    "numpy_T": _permuted(lambda call, ndim: range(ndim)[::-1]),
+    "mT": _permuted(lambda call, ndim: [*range(ndim - 2), ndim - 1, ndim - 2]),
+    "flip": _one_dim_whole("dims"),
+    "roll": _one_dim_whole("dims"),
+}

@@ -1,0 +1,97 @@
+"""Rules that a user writes: the factor map of an operator of their own as one line of text, read with errors that say what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from meshloom.core.errors import CaptureError
+from meshloom.tensor_parallel.rules.call import Call, Rule, tensor_arguments
+from meshloom.tensor_parallel.rules.factors import Factors, Term, factors_of_text, labels_in
+
+_LABEL = re.compile(r"_|[A-Za-z]\w*\*?!?")
+_DIMS = re.compile(r"\([^()]*\)|[^\s()]+|[()]")
+_CLAUSES = ("sum", "add", "linear")
+
+
+def own_rules(texts: Mapping[str, str]) -> dict[str, Rule]:
+    """The rules that these texts are, by operator. Raises `CaptureError` for a text that is none.
+
+    >>> sorted(own_rules({"mylib::swiglu": "b* f, b* f -> b* f"}))
+    ['mylib::swiglu']
+    """
+    return {name: _rule(name, text) for name, text in texts.items()}
+
+
+def _rule(name: str, text: str) -> Rule:
+    problem = "its name is not that of an operator, like mylib::swiglu" if not re.fullmatch(r"\w+::\w+", name) else _problem(text)
+    if problem:
+        raise CaptureError(f'The rule {name!r}: {text!r} is none: {problem}. Write it like "mylib::swiglu": "b* f, b* f -> b* f".')
+
+    def rule(call: Call) -> Factors:
+        try:
+            factors = factors_of_text(text, list(tensor_arguments(call)), len(call.outputs))
+            _check_fit(factors, call)
+        except (ValueError, KeyError) as error:
+            given = ", ".join(str(list(each.shape)) for each in call.operands)
+            results = ", ".join(str(list(each.shape)) for each in call.outputs)
+            why = f": {error.args[0]}" if isinstance(error, _MisfitError) else ""
+            raise CaptureError(f"The rule of {name}, {text!r}, does not fit its call on {given}, which gives {results}{why}.") from error
+        return factors
+
+    return rule
+
+
+class _MisfitError(ValueError):
+    pass
+
+
+def _problem(text: str) -> str | None:
+    """What is wrong with a rule's text."""
+    body, *clauses = (part.strip() for part in text.split(";"))
+    if body.count("->") != 1:
+        return "it has no one -> between operands and results"
+    sides = [[_DIMS.findall(tensor) for tensor in side.split(",")] for side in body.split("->")]
+    known: list[set[str]] = [set(), set()]
+    for side, tensors in zip(known, sides, strict=True):
+        for token in (each for tokens in tensors for each in tokens):
+            inner = re.split(r"[\s+]+", token[1:-1].strip()) if token.startswith("(") and len(token) > 1 else [token]
+            wrong = next((each for each in inner if not _LABEL.fullmatch(each)), None)
+            if wrong is not None:
+                return f"{wrong!r} is no label"
+            side.update(each.rstrip("!") for each in inner if each != "_")
+    new = sorted(known[1] - known[0])
+    if new:
+        return f"{new[0]!r} of the result is in no operand (a dim that is nobody else's is _)"
+    for clause in clauses:
+        words = clause.split()
+        if not words or words[0] not in _CLAUSES:
+            return f"{clause!r} is not one of {', '.join(_CLAUSES)}"
+        lost = [word for word in words[1:] if words[0] == "sum" and word not in known[0]]
+        if lost:
+            return f"{lost[0]!r} is summed and in no operand"
+        if words[0] != "sum" and not all(re.fullmatch(r"\d+(\+\d+)*", word) for word in words[1:]):
+            return f"{clause!r} wants operands by number, from 0"
+    return None
+
+
+def _check_fit(factors: Factors, call: Call) -> None:
+    """Raise where dims and sizes of a call are not those of its rule."""
+    tensors = [("operand", place, dims, each.shape) for place, (dims, each) in enumerate(zip(factors.operands, call.operands, strict=False))]
+    tensors += [("result", place, dims, each.shape) for place, (dims, each) in enumerate(zip(factors.outputs, call.outputs, strict=False))]
+    if len(factors.operands) != len(call.operands):
+        raise _MisfitError(f"it has {len(factors.operands)} operands, not {len(call.operands)}")
+    if len(factors.outputs) != len(call.outputs):
+        raise _MisfitError(f"it has {len(factors.outputs)} results, not {len(call.outputs)}")
+    for kind, place, dims, shape in tensors:
+        if len(dims) != len(shape):
+            raise _MisfitError(f"{kind} {place} has {len(shape)} dims, not {len(dims)}")
+        for term, size in zip(dims, shape, strict=True):
+            if isinstance(term, str) and factors.sizes[term] != size:
+                raise _MisfitError(f"{term} is {factors.sizes[term]} elsewhere and {size} in {kind} {place}")
+            if term is not None and not isinstance(term, str) and not _known(term, factors):
+                raise _MisfitError(f"the sizes of {' and '.join(labels_in(term))} stand nowhere by themselves")
+
+
+def _known(term: Term, factors: Factors) -> bool:
+    return all(label in factors.sizes for label in labels_in(term))

@@ -1,0 +1,173 @@
+"""Matrix products and convolutions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from meshloom.program.operators.experts import grouped_product_of_groups
+from meshloom.program.operators.partial import convolution_of_nothing, grouped_product_of_part
+from meshloom.tensor_parallel.rules.arguments import given_by_name
+from meshloom.tensor_parallel.rules.call import Call, Operand, Rule, tensor_arguments
+from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Routed, Sizes, factors_of_text
+
+
+def text(pattern: str) -> Rule:
+    """A rule that is a factor map, whatever the arguments are."""
+    return lambda call: factors_of_text(pattern, list(tensor_arguments(call)), len(call.outputs))
+
+
+def _matmul(call: Call) -> Factors | None:
+    one, other = len(call.operands[0].shape), len(call.operands[1].shape)
+    left = "k" if one == 1 else "b* n k"
+    right = "k" if other == 1 else ("k m" if other == 2 else "b* k m")
+    left = "b* k" if other == 1 and one > 1 else left
+    out = {"k": "", "b* k": "b*"}.get(left, "b* n") + ("" if other == 1 else " m")
+    if one == 1 and other > 2:
+        out = "b* m"
+    return factors_of_text(f"{left}, {right} -> {out}; sum k; linear 0 1", [each.shape for each in call.operands], 1)
+
+
+def _addmm(call: Call) -> Factors | None:
+    if call.arguments["beta"] != 1:
+        return None
+    bias = call.operands[0].shape
+    pattern = "n m" if len(bias) == 2 else "m"
+    return factors_of_text(f"{pattern}, n k, k m -> n m; sum k; add 0; linear 0+1 0+2", [each.shape for each in call.operands], 1)
+
+
+def _baddbmm(call: Call) -> Factors | None:
+    if call.arguments["beta"] != 1:
+        return None
+    names = ("b", "n", "m")[3 - len(call.operands[0].shape) :]
+    return factors_of_text(f"{' '.join(names)}, b n k, b k m -> b n m; sum k; add 0; linear 0+1 0+2", [each.shape for each in call.operands], 1)
+
+
+def _convolution(call: Call) -> Factors | None:
+    """x [b, g*i, space], w [g*o, i, space] -> [b, g*o, space]; transposed: w [g*i, o, space]. One group: i is summed over."""
+    x, weight = call.operands[0], call.operands[1]
+    groups: int = call.arguments["groups"]
+    transposed = "transpose" in call.name or bool(call.arguments.get("transposed"))
+    space: Dims = (None,) * (len(weight.shape) - 2)
+    in_channels, out_channels = weight.shape[1] * groups, weight.shape[0]
+    if transposed:
+        in_channels, out_channels = weight.shape[0], weight.shape[1] * groups
+    sizes: dict[str, int] = {"g": groups, "i": in_channels // groups, "o": out_channels // groups}
+    full_in = _channels("i", groups, sizes)
+    full_out = _channels("o", groups, sizes)
+    operands: list[Dims] = [("b", full_in, *space), (full_in, "o", *space) if transposed else (full_out, "i", *space)]
+    batched = len(x.shape) == len(weight.shape)
+    if not batched:
+        operands[0] = operands[0][1:]
+    else:
+        sizes["b"] = x.shape[0]
+    added = isinstance(call.arguments.get("bias"), Operand)
+    if added:
+        operands.append((full_out,))
+    out: Dims = ("b", full_out, *space)
+    bias = frozenset({2} if added else ())
+    return Factors(
+        operands=tuple(operands),
+        outputs=(out if batched else out[1:],),
+        sizes=sizes,
+        sums=frozenset({"i"}) if groups == 1 else frozenset(),
+        whole=frozenset() if groups == 1 else frozenset({"i", "o"}),
+        added=bias,
+        filled=frozenset({"g"}),
+        linear=(frozenset({0}) | bias, frozenset({1}) | bias),
+        local=_with_groups,
+    )
+
+
+def _channels(label: str, groups: int, sizes: Mapping[str, int]) -> Any:
+    if groups == 1:
+        return label
+    return "g" if sizes[label] == 1 else Product(("g", label))
+
+
+def _with_groups(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
+    """Fewer groups where groups are cut; kernels want some channels."""
+    groups = sizes.here["g"]
+    if not sizes.here["i"] or not sizes.here["o"]:
+        return convolution_of_nothing, (*args[:3], *(None,) * (3 - len(args[:3])), tuple(sizes.outputs[0]), target, *args[3:]), {}
+    if groups == sizes.whole["g"]:
+        return target, args, kwargs
+    names = [argument.name for argument in target._schema.arguments]
+    place = names.index("groups")
+    if place < len(args):
+        return target, (*args[:place], groups, *args[place + 1 :]), kwargs
+    return target, args, {**kwargs, "groups": groups}
+
+
+def _bilinear(call: Call) -> Factors | None:
+    return factors_of_text("b* i, b* j, o i j, o -> b* o; sum i j; add 3; linear 0+3 1+3 2+3", list(tensor_arguments(call)), 1)
+
+
+def _einsum(call: Call) -> Factors | None:
+    equation = str(call.arguments["equation"]).replace(" ", "")
+    if "." in equation or "->" not in equation:
+        return None
+    left, right = equation.split("->")
+    terms = left.split(",")
+    if any(len(set(term)) != len(term) for term in (*terms, right)):
+        return None
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, call.operands, strict=True):
+        sizes.update({letter: size for letter, size in zip(term, operand.shape, strict=True) if size != 1 or letter not in sizes})
+    operands: tuple[Dims, ...] = tuple(
+        tuple(letter if size == sizes[letter] else None for letter, size in zip(term, operand.shape, strict=True))
+        for term, operand in zip(terms, call.operands, strict=True)
+    )
+    return Factors(
+        operands=operands, outputs=(tuple(right),), sizes=sizes, sums=frozenset(sizes) - frozenset(right),
+        linear=tuple(frozenset({place}) for place in range(len(operands))),
+    )  # fmt: skip
+
+
+def _grouped(call: Call) -> Factors | None:
+    """_grouped_mm: rows of x, sorted by group, times their group's matrix. Which row is whose is not known before: groups are cut with their rows.
+
+    x [t, k], w [groups, k, n], ends [groups] -> [t, n]. With x [groups, t, k] it is a batched product; with neither, the groups lie along k.
+    """
+    x, w = call.operands[:2]
+    if isinstance(call.arguments.get("bias"), Operand) or call.arguments.get("out_dtype") is not None:
+        return None
+    pattern = {
+        (2, 3): "t! k, e! k n, _ -> t n; sum k; linear 0 1",
+        (3, 3): "e t k, e k n -> e t n; sum k; linear 0 1",
+        (3, 2): "e! t k, k m!, _ -> t m; sum k; linear 0 1",
+        (2, 2): "t k!, k n, _ -> _ t n; linear 0 1",
+    }[len(x.shape), len(w.shape)]
+    factors = factors_of_text(pattern, [each.shape for each in call.operands], 1)
+    routed = Routed(rows="t", groups="e", table=1, by=2, is_sorted=True) if (len(x.shape), len(w.shape)) == (2, 3) else None
+    return dataclasses.replace(factors, local=_aligned, routed=routed)
+
+
+def _aligned(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
+    """Kernels for groups want rows of 16 bytes, and parts need not be that long."""
+    if "e" in sizes.whole and sizes.is_cut("e") and "t" in sizes.whole and sizes.is_cut("t"):
+        ends = given_by_name(target, args, kwargs).get("offs")
+        return grouped_product_of_groups, (target, *args[:2], args[2] if ends is None else ends, sizes.starts["e"][sizes.rank]), {}
+    return (
+        (target, args, kwargs)
+        if "fallback" in target._schema.name
+        else (grouped_product_of_part, (target, *args[:2], given_by_name(target, args, kwargs).get("offs")), {})
+    )
+
+
+PRODUCTS: dict[str, Rule] = {
+    "linear": text("b* k, o k, o -> b* o; sum k; add 2; linear 0+2 1+2"),
+    "matmul": _matmul,
+    "mm": text("n k, k m -> n m; sum k; linear 0 1"),
+    "bmm": text("b n k, b k m -> b n m; sum k; linear 0 1"),
+    "mv": text("n k, k -> n; sum k; linear 0 1"),
+    "dot": text("k, k -> ; sum k; linear 0 1"),
+    "addmm": _addmm,
+    "baddbmm": _baddbmm,
+    "_grouped_mm": _grouped,
+    "transformers::grouped_mm_fallback": _grouped,
+    "bilinear": _bilinear,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
+    "einsum": _einsum,
+}

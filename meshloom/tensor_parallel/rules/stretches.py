@@ -1,0 +1,113 @@
+"""Dims that get longer: expand, repeat, pad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshloom.tensor_parallel.rules.arguments import set_argument, to_output_shape
+from meshloom.tensor_parallel.rules.call import Call, Rule
+from meshloom.tensor_parallel.rules.factors import Concat, Dims, Factors, Product, Sizes, Term, labels_of
+from meshloom.tensor_parallel.rules.reshapes import as_other
+
+_FIRST = (frozenset({0}),)
+
+
+def _expand(call: Call) -> Factors | None:
+    before, after = call.operands[0].shape, call.outputs[0].shape
+    names, sizes = labels_of(after)
+    lead = len(after) - len(before)
+    operand = tuple(None if size == 1 and after[lead + place] != 1 else names[lead + place] for place, size in enumerate(before))
+    others: tuple[Dims, ...] = tuple((None,) * len(each.shape) for each in call.operands[1:])
+    return Factors(
+        operands=(operand, *others), outputs=(tuple(names),), sizes=sizes, linear=_FIRST,
+        local=to_output_shape("size") if call.name == "expand" else None,
+    )  # fmt: skip
+
+
+def _broadcast_tensors(call: Call) -> Factors | None:
+    """Every tensor stretched to the shape that all of them make together."""
+    names, sizes = labels_of(call.outputs[0].shape)
+    if len(call.outputs) != len(call.operands):
+        return None
+    rows: list[Dims] = []
+    for operand in call.operands:
+        shown = names[len(names) - len(operand.shape) :]
+        rows.append(tuple(None if size == 1 and sizes[str(name)] != 1 else name for name, size in zip(shown, operand.shape, strict=True)))
+    return Factors(operands=tuple(rows), outputs=(tuple(names),) * len(call.outputs), sizes=sizes, linear=(frozenset(range(len(rows))),))
+
+
+def _repeat(call: Call) -> Factors | None:
+    names, sizes = labels_of(call.operands[0].shape)
+    repeats: tuple[int, ...] = call.arguments["repeats"]
+    lead = len(repeats) - len(names)
+    out: list[Term] = []
+    for place, count in enumerate(repeats):
+        name = names[place - lead] if place >= lead else None
+        label = f"t{place}"
+        sizes[label] = count
+        out.append(name if count == 1 and name is not None else label if name is None else Product((label, str(name))))
+
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        return set_argument(target, args, kwargs, "repeats", tuple(here.here[f"t{place}"] for place in range(len(repeats))))
+
+    return Factors(operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=_FIRST, local=local)
+
+
+def _repeat_interleave(call: Call) -> Factors | None:
+    """Each index of a dim becomes several, next to each other; without a dim each element, of all dims in a row."""
+    if not isinstance(call.arguments.get("repeats"), int):
+        return None
+    names, sizes = labels_of(call.operands[0].shape)
+    sizes["repeats"] = call.arguments["repeats"]
+    out: list[Term] = list(names)
+    if call.arguments.get("dim") is None:
+        out = [Product((*names, "repeats"))]
+    else:
+        dim = call.dim("dim", len(names))
+        out[dim] = Product((f"d{dim}", "repeats"))
+
+    def local(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], here: Sizes) -> Any:
+        return set_argument(target, args, {key: each for key, each in kwargs.items() if key != "output_size"}, "repeats", here.here["repeats"])
+
+    return Factors(operands=(tuple(names),), outputs=(tuple(out),), sizes=sizes, linear=_FIRST, local=local)
+
+
+def _pad(call: Call) -> Factors | None:
+    """Padded dims are before | kept | after; only what is kept may be cut."""
+    pad: tuple[int, ...] = call.arguments["pad"]
+    if call.name == "pad" and call.arguments.get("mode", "constant") != "constant":
+        count = len(pad) // 2
+        names, sizes = labels_of(call.operands[0].shape)
+        keep = len(names) - count
+        return Factors(
+            operands=((*names[:keep], *[None] * count),), outputs=((*names[:keep], *[None] * count),),
+            sizes={f"d{place}": sizes[f"d{place}"] for place in range(keep)}, linear=_FIRST,
+        )  # fmt: skip
+    names, sizes = labels_of(call.operands[0].shape)
+    out: list[Term] = list(names)
+    operand: list[Term] = list(names)
+    whole: set[str] = set()
+    for number in range(len(pad) // 2):
+        before, after = pad[2 * number : 2 * number + 2]
+        dim = len(names) - 1 - number
+        if before < 0 or after < 0:
+            operand[dim] = out[dim] = None
+            sizes.pop(f"d{dim}")
+        elif before or after:
+            parts: list[Term] = [f"f{dim}"] * bool(before) + [names[dim]] + [f"a{dim}"] * bool(after)
+            sizes.update({f"f{dim}": before, f"a{dim}": after})
+            whole |= {f"f{dim}", f"a{dim}"}
+            out[dim] = Concat(tuple(parts))
+    linear = _FIRST if not call.arguments.get("value") else ()
+    return Factors(operands=(tuple(operand),), outputs=(tuple(out),), sizes=sizes, whole=frozenset(whole), linear=linear)
+
+
+STRETCHES: dict[str, Rule] = {
+    "expand": _expand,
+    "expand_as": as_other("expand", _expand),
+    "broadcast_tensors": _broadcast_tensors,
+    "repeat": _repeat,
+    "repeat_interleave": _repeat_interleave,
+    "constant_pad_nd": _pad,
+    "pad": _pad,
+}

@@ -1,0 +1,73 @@
+"""Every rule by operator, and those that a user adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshloom.core.errors import CaptureError
+from meshloom.tensor_parallel.rules.attention import ATTENTION
+from meshloom.tensor_parallel.rules.call import Call, Rule
+from meshloom.tensor_parallel.rules.copies import COPIES
+from meshloom.tensor_parallel.rules.elementwise import ELEMENTWISE, elementwise, is_elementwise
+from meshloom.tensor_parallel.rules.factors import Factors
+from meshloom.tensor_parallel.rules.indexing import INDEXING
+from meshloom.tensor_parallel.rules.losses import LOSSES
+from meshloom.tensor_parallel.rules.matrices import MATRICES
+from meshloom.tensor_parallel.rules.normalisation import NORMALISATION
+from meshloom.tensor_parallel.rules.orders import ORDERS
+from meshloom.tensor_parallel.rules.own import own_rules
+from meshloom.tensor_parallel.rules.pictures import PICTURES
+from meshloom.tensor_parallel.rules.products import PRODUCTS
+from meshloom.tensor_parallel.rules.recurrent import RECURRENT
+from meshloom.tensor_parallel.rules.reductions import REDUCTIONS
+from meshloom.tensor_parallel.rules.reshapes import RESHAPES
+from meshloom.tensor_parallel.rules.slices import SLICES
+from meshloom.tensor_parallel.rules.stretches import STRETCHES
+
+Rules = Mapping[str, Rule]
+
+BUILT_IN: Rules = {
+    **ELEMENTWISE,
+    **RESHAPES,
+    **ORDERS,
+    **SLICES,
+    **STRETCHES,
+    **COPIES,
+    **PRODUCTS,
+    **ATTENTION,
+    **NORMALISATION,
+    **REDUCTIONS,
+    **INDEXING,
+    **LOSSES,
+    **PICTURES,
+    **MATRICES,
+    **RECURRENT,
+}
+
+
+def rules_with(own: Mapping[str, str]) -> Rules:
+    """The built-in rules and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises `CaptureError` for a text that is no map."""
+    return {**BUILT_IN, **own_rules(own)}
+
+
+def factors_of(call: Call, rules: Rules) -> Factors | None:
+    """The factor map of a call; None if there is no rule for it."""
+    rule = rules.get(call.name)
+    if rule is None:
+        rule = elementwise if is_elementwise(call) else None
+    if rule is None:
+        return None
+    factors = rule(call)
+    if factors is None:
+        return None
+    fits = len(factors.operands) == len(call.operands) and all(
+        len(dims) == len(each.shape) for dims, each in zip(factors.operands, call.operands, strict=True)
+    )
+    fits = (
+        fits
+        and len(factors.outputs) == len(call.outputs)
+        and all(len(dims) == len(each.shape) for dims, each in zip(factors.outputs, call.outputs, strict=True))
+    )
+    if not fits:
+        raise CaptureError(f"The rule of {call.name} does not fit its call: {factors} for {[each.shape for each in call.operands]}.")
+    return factors

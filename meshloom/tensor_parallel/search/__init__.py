@@ -1,0 +1,1 @@
+"""Which way of computing every node is the cheapest together."""

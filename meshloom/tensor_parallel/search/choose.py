@@ -1,0 +1,172 @@
+"""Chooses how every node of a program is computed by the ranks of one axis: the least seconds of computing and talking.
+
+One strategy per node and one placement per parameter; where a node wants an operand in another placement than it is made in, the change is
+paid, once for all nodes that want it so. Solved exactly, by eliminating one node after another (`cheapest.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshloom.comm.pieces import Pieces
+from meshloom.program.cost.cost import Cost, costs
+from meshloom.program.cost.rates import Rates, default_rates, rates_here
+from meshloom.program.ir.program import Program
+from meshloom.program.sizes.forms import alike
+from meshloom.tensor_parallel.layout.cuts import Numbers, pieces_of
+from meshloom.tensor_parallel.layout.layout import Layout
+from meshloom.tensor_parallel.layout.placement import Placement, cut_of
+from meshloom.tensor_parallel.search.problem import Held, NoWayError, Problem
+from meshloom.tensor_parallel.search.strategies import Strategy
+
+__all__ = [
+    "Choice",
+    "Held",
+    "Rates",
+    "changes_of",
+    "choice_in",
+    "choice_of_numbers",
+    "choice_resized",
+    "choose",
+    "digest_of_choice",
+    "numbers_of_choice",
+    "rates_for",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How a program is divided. strategies: node -> its own. variables: value of a parameter, buffer, input or constant -> placement.
+
+    seconds: what was minimised. chosen: 1 if blocks that are alike were divided alike, else 0; then which of its options each variable and node has, in order.
+    is_proved: whether it is known that nothing takes less; if not, there was too much to compare.
+    """
+
+    num_ranks: int
+    layout: Layout
+    numbers: Numbers
+    strategies: Mapping[str, Strategy]
+    variables: Mapping[str, Placement]
+    seconds: float
+    chosen: tuple[int, ...]
+    is_proved: bool = True
+
+    def placement(self, value: str) -> Placement:
+        """Of a value where it is made."""
+        return self.variables[value] if value in self.variables else self.strategies[value].output
+
+    def pieces(self, value: str, placement: Placement) -> Pieces:
+        """Who holds what of a value (of its only tensor)."""
+        return pieces_of(self.layout.values[value][0], cut_of(placement), self.numbers, self.num_ranks)
+
+
+def choose(
+    layout: Layout,
+    num_ranks: int,
+    rates: Rates | None = None,
+    *,
+    held: Held | None = None,
+    placements: Mapping[str, str] | None = None,
+    memory_bytes: float | None = None,
+    priced: Mapping[str, Cost] | None = None,
+) -> Choice:
+    """The cheapest way for `num_ranks` ranks to compute a program's loss.
+
+    rates: default is `default_rates` of the device; `rates_for` gives this machine's.
+    held: who holds what of parameters and buffers, if that is decided.
+    placements: pattern of module names -> how its parameters are to be divided, as `Plan.tp_placements` says. They do not count where `held` does.
+    memory_bytes: what a rank may hold of parameters, gradients, optimizer state and kept activations.
+    priced: `costs` of the program, if they are known already.
+    Raises `PlanError` if that leaves no way.
+    """
+    price = rates or default_rates(layout.program.device.type)
+    known = priced or costs(layout.program)
+    pins = None if held is not None else placements
+    problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=pins)
+    try:
+        return _choice(problem, *problem.solve(memory_bytes))
+    except NoWayError:
+        problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=pins, alike=False)
+        return _choice(problem, *problem.solve(memory_bytes))
+
+
+def rates_for(program: Program, num_ranks: int) -> Rates:
+    """Rates of this machine, as far as they were measured, for the device and most of the parameters of a program. Raises `MachineError`."""
+    sizes: Counter[str] = Counter()
+    for each in program.parameters.values():
+        sizes[str(each.meta.dtype).removeprefix("torch.")] += math.prod(each.meta.shape)
+    (dtype, _), *_ = sizes.most_common(1) or [("float32", 0)]
+    return rates_here(program.device.type, num_ranks, dtype)
+
+
+def numbers_of_choice(choice: Choice) -> list[int]:
+    """A choice as numbers, to be told to other ranks."""
+    return list(choice.chosen)
+
+
+def digest_of_choice(choice: Choice) -> str:
+    """A short hash of a program and of how it is divided: equal for choices that are the same, in any process."""
+    facts = [choice.layout.program.digest(), str(choice.num_ranks), *map(repr, choice.variables.items()), *map(repr, choice.strategies.items())]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def choice_of_numbers(
+    layout: Layout, num_ranks: int, numbers: Sequence[int], *, held: Held | None = None, placements: Mapping[str, str] | None = None
+) -> Choice:
+    """The choice that another rank made for the same program, under the same `held` and `placements`."""
+    alike, *taken = numbers
+    pins = None if held is not None else placements
+    return _choice(Problem(layout, num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(alike)), taken, 0.0)
+
+
+def choice_in(layout: Layout, choice: Choice, *, held: Held | None = None, placements: Mapping[str, str] | None = None) -> Choice | None:
+    """The same choice for the same program in another precision, where casts may have other ways to be computed. None: one of its ways is not there."""
+    pins = None if held is not None else placements
+    problem = Problem(layout, choice.num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(choice.chosen[0]))
+    wanted: list[tuple[Any, list[tuple[Any, int]]]] = [(choice.variables[value], list(row)) for value, row in problem.options.items()]
+    wanted += [(choice.strategies[name], list(row)) for name, row in problem.strategies.items()]
+    numbers = [next((place for place, (each, _) in enumerate(row) if each == own), -1) for own, row in wanted]
+    return _choice(problem, numbers, choice.seconds, choice.is_proved) if -1 not in numbers else None
+
+
+def choice_resized(layout: Layout, choice: Choice, *, held: Held) -> Choice | None:
+    """The same choice for the same program at other sizes, with parameters held as they are. None: its ways there are others."""
+    there = choice_in(choice.layout, choice, held=held)
+    if there is None:
+        return None
+    try:
+        made = choice_of_numbers(layout, choice.num_ranks, list(there.chosen), held=held)
+    except (IndexError, ValueError):  # a dim that is too small to be cut, or large enough at last
+        return None
+    same = alike(there.strategies, made.strategies) and alike(there.variables, made.variables)
+    return made if same else None
+
+
+def changes_of(choice: Choice) -> Iterable[tuple[str, Placement, Placement]]:
+    """Every change of placement that a choice asks for: (value, from, to), each once."""
+    seen: dict[tuple[str, Placement], None] = {}
+    program = choice.layout.program
+    for node in program.nodes:
+        for ref, wanted in zip(node.operands(), choice.strategies[node.name].operands, strict=True):
+            if wanted != choice.placement(ref.name):
+                seen.setdefault((ref.name, wanted))
+    return [(value, choice.placement(value), wanted) for value, wanted in seen]
+
+
+def _choice(problem: Problem, numbers: Sequence[int], seconds: float, is_proved: bool = True) -> Choice:
+    split = len(problem.options)
+    return Choice(
+        num_ranks=problem.num_ranks,
+        layout=problem.layout,
+        numbers=problem.numbers,
+        strategies={name: row[at][0] for (name, row), at in zip(problem.strategies.items(), numbers[split:], strict=True)},
+        variables={value: row[at][0] for (value, row), at in zip(problem.options.items(), numbers[:split], strict=True)},
+        seconds=seconds,
+        chosen=(int(problem.alike), *numbers),
+        is_proved=is_proved,
+    )

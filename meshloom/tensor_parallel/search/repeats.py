@@ -1,0 +1,169 @@
+"""Blocks of a program that are alike, so that what is decided for one holds for all.
+
+`blocks.0`, `blocks.1`, ... whose forwards run the same operators on the same shapes are one block several times, and so are the iterations of a
+loop (`iterations.py`). Every node, parameter and axis of the later ones stands for its counterpart in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshloom.program.cost.iterations import constants_of, iterations_of
+from meshloom.program.ir.nodes import Node, Ref
+from meshloom.tensor_parallel.layout.axes import Axis
+from meshloom.tensor_parallel.layout.cuts import Numbers
+from meshloom.tensor_parallel.layout.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """values: a value -> the one that it stands for (nodes, parameters, buffers). axes: axis number -> likewise. What is not there stands for itself."""
+
+    values: Mapping[str, str] = field(default_factory=dict[str, str])
+    axes: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def value(self, name: str) -> str:
+        """What a value stands for."""
+        return self.values.get(name, name)
+
+    def axis(self, number: int) -> int:
+        """What an axis stands for."""
+        return self.axes.get(number, number)
+
+
+def repeats_of(layout: Layout, numbers: Numbers, marks: Mapping[str, object] | None = None, loops: bool = True) -> Repeats:
+    """The repeated blocks of a program. Where counterparts do not fit together, blocks stand for themselves.
+
+    marks: of values; those with unlike marks are not counterparts. loops: iterations are blocks, too.
+    """
+    for joined in (True, False):
+        found = _found(layout, numbers, marks or {}, joined=joined, loops=loops)
+        if not any(_collapses(each, found.axes, numbers) for each in layout.values.values()):
+            return found
+    return Repeats()
+
+
+def _found(layout: Layout, numbers: Numbers, marks: Mapping[str, object], *, joined: bool, loops: bool) -> Repeats:
+    """joined: where what a block gives is the next one's input, on an axis of its own, all of these axes are one.
+
+    0 -> block -> 1 -> block -> 2        1 stands for 0, as it is what the second is given, and 2 for 1: so both stand for 0
+    """
+    values: dict[str, str] = {}
+    axes: dict[int, int] = {}
+
+    def add(blocks: Iterable[Sequence[tuple[Node, str]]]) -> None:
+        kinds: list[Sequence[tuple[Node, str]]] = []  # the first block of each kind: layers of two kinds may take turns
+        for block in blocks:
+            for first in kinds:
+                found = _match(layout, numbers, first, block, marks)
+                if found is None:
+                    continue
+                new_values, new_axes = found
+                if joined:
+                    for number, counterpart in new_axes.items():
+                        _join(axes, number, counterpart)
+                elif all(axes.get(number, counterpart) == counterpart for number, counterpart in new_axes.items()):
+                    axes.update(new_axes)
+                else:
+                    continue
+                values.update((name, other) for name, other in new_values.items() if name != other)
+                break
+            else:
+                kinds.append(block)
+
+    for blocks in _containers(layout.program.nodes).values():
+        add(blocks[index] for index in sorted(blocks))
+    if loops:
+        for iterations in iterations_of([node for node in layout.program.nodes if node.name not in values]):
+            add([(node, node.path) for node in nodes] for nodes in iterations)
+    moved = {number: _end(axes, number) for number in axes}
+    return Repeats(
+        values={name: values.get(other, other) for name, other in values.items()},
+        axes={number: other for number, other in moved.items() if number != other},
+    )
+
+
+def _end(axes: Mapping[int, int], number: int) -> int:
+    while axes.get(number, number) != number:
+        number = axes[number]
+    return number
+
+
+def _join(axes: dict[int, int], one: int, other: int) -> None:
+    """Let two stand for the same, the smaller number of what they stood for."""
+    first, second = sorted((_end(axes, one), _end(axes, other)))
+    axes[second] = first
+
+
+def _containers(nodes: Sequence[Node]) -> dict[str, dict[int, list[tuple[Node, str]]]]:
+    """Container -> block number -> its nodes, with their paths within the block. Only the outermost number of a path counts."""
+    found: dict[str, dict[int, list[tuple[Node, str]]]] = {}
+    for node in nodes:
+        parts = node.path.split(".")
+        place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        if place is not None:
+            inner = ".".join(parts[place + 1 :])
+            found.setdefault(".".join(parts[:place]), {}).setdefault(int(parts[place]), []).append((node, inner))
+    return {name: blocks for name, blocks in found.items() if len(blocks) > 1}
+
+
+def _match(
+    layout: Layout, numbers: Numbers, first: Sequence[tuple[Node, str]], other: Sequence[tuple[Node, str]], marks: Mapping[str, object]
+) -> tuple[dict[str, str], dict[int, int]] | None:
+    """Counterparts of the values and axes of `other` in `first`."""
+    if len(first) != len(other):
+        return None
+    values: dict[str, str] = {}
+    axes: dict[int, int] = {}
+    paired: set[tuple[int, int]] = set()
+    for (one, one_path), (two, two_path) in zip(first, other, strict=True):
+        if one_path != two_path or one.target is not two.target or one.outputs != two.outputs or one.context.grad != two.context.grad:
+            return None
+        if constants_of(one) != constants_of(two):
+            return None
+        pairs = [*zip(one.operands(), two.operands(), strict=True), (Ref(one.name), Ref(two.name))]
+        for mine, theirs in pairs:
+            if layout.metas[mine.name] != layout.metas[theirs.name] or marks.get(mine.name) != marks.get(theirs.name):
+                return None
+            inside = theirs.name == two.name or theirs.name in values or theirs.name.startswith(("p_", "b_"))
+            if inside and values.setdefault(theirs.name, mine.name) != mine.name:
+                return None
+        tensors = zip(
+            (axes for mine, _ in pairs for axes in layout.values[mine.name]),
+            (axes for _, theirs in pairs for axes in layout.values[theirs.name]),
+            strict=True,
+        )
+        for mine_axes, their_axes in tensors:
+            for mine_axis, their_axis in zip(mine_axes, their_axes, strict=True):
+                pair = id(mine_axis), id(their_axis)
+                if pair not in paired and not _pair(mine_axis, their_axis, numbers, axes):
+                    return None
+                paired.add(pair)
+        mapped = layout.mapped.get(one.name), layout.mapped.get(two.name)
+        if mapped[0] is not None and mapped[1] is not None:
+            for label, axis in mapped[0].labels.items():
+                if not _pair(axis, mapped[1].labels[label], numbers, axes):
+                    return None
+    return values, axes
+
+
+def _pair(mine: Axis, theirs: Axis, numbers: Numbers, axes: dict[int, int]) -> bool:
+    leaves = list(mine.leaves()), list(theirs.leaves())
+    if [_stretch(leaf) for leaf in leaves[0]] != [_stretch(leaf) for leaf in leaves[1]]:
+        return False
+    pairs = [(numbers.of[one.strip], numbers.of[two.strip]) for one, two in zip(*leaves, strict=True) if one.strip.size > 1]
+    return all(axes.setdefault(two, one) == one for one, two in pairs)
+
+
+def _stretch(leaf: Axis) -> tuple[int, int, int]:
+    return leaf.strip.size, leaf.start, leaf.size
+
+
+def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numbers: Numbers) -> bool:
+    """Whether two axes of one value would stand for the same."""
+    for axes in tensors:
+        found = {number for axis in axes for number in numbers.leaves(axis)}
+        if len({moved.get(number, number) for number in found}) != len(found):
+            return True
+    return False
