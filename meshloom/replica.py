@@ -45,9 +45,9 @@ from meshloom.exchange.nothing import Nothing
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.sparse import WithSparse
 from meshloom.exchange.zero import ZeroOne
-from meshloom.pipeline.recorder import Recorder
-from meshloom.pipeline.run import Both
-from meshloom.pipeline.spans import SpanKind
+from meshloom.pipeline.runtime.recorder import Recorder
+from meshloom.pipeline.runtime.run import Both
+from meshloom.pipeline.schedules.spans import SpanKind
 from meshloom.program.store.stored import Stored
 from meshloom.staged import Staged
 from meshloom.state.alike import bytes_per_comparison, first_difference

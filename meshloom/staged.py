@@ -29,11 +29,11 @@ from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
 from meshloom.exchange.exchange import Exchange, Give
-from meshloom.graph.stages import Stage
-from meshloom.pipeline.microbatches import Microbatches
-from meshloom.pipeline.run import Listener
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.staging import Staging
+from meshloom.pipeline.runtime.microbatches import Microbatches
+from meshloom.pipeline.runtime.run import Listener
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.stages.stages import Stage
+from meshloom.pipeline.stages.staging import Staging
 from meshloom.program.capture.batch_values import check_following
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.leaves import leaves_of

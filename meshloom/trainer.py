@@ -31,7 +31,7 @@ from meshloom.core.timings import Timings
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.exchange.proportion import EVERY_STEPS
 from meshloom.launch import StopRequests, World, cache_directory, launched_plan, open_world, report_stop, tell
-from meshloom.pipeline.recorder import Recorder
+from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.store.stored import Stored
 from meshloom.program.trace.precision import default_precision
 from meshloom.replica import Replica, StepResult

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 import torch
 
-import meshloom.graph.cut
-import meshloom.pipeline.staging
+import meshloom.pipeline.stages.cut
+import meshloom.pipeline.stages.staging
 import meshloom.tensor_parallel.division
 import meshloom.tensor_parallel.loss_programs
 import meshloom.tensor_parallel.search.choose
@@ -32,8 +32,8 @@ import meshloom.tensor_parallel.search.problem
 from meshloom.core.errors import CaptureError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.graph.best_cuts import Limits, best_cuts
-from meshloom.graph.intervals import Intervals
+from meshloom.pipeline.stages.dynamic_program import Limits, best_cuts
+from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
@@ -180,7 +180,7 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
 
     with monkeypatch.context() as patch:
         patch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
-        patch.setattr(meshloom.pipeline.staging, "rates_here", lambda *_: rates)
+        patch.setattr(meshloom.pipeline.stages.staging, "rates_here", lambda *_: rates)
         patch.setattr(meshloom.tensor_parallel.division, "choose", decided)
         patch.setattr(meshloom.tensor_parallel.division, "choice_of_numbers", lambda layout, _, numbers, **settings: choices[id(layout), *numbers])
         patch.setattr(meshloom.tensor_parallel.division, "partition", divided)
@@ -190,8 +190,8 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
             if pair.seed % 2:
                 patch.setattr(meshloom.tensor_parallel.search.problem, "repeats_of", lambda *_: Repeats())
         if pair.any_cuts:
-            patch.setattr(meshloom.graph.cut, "best_cuts", _anywhere(random.Random(f"cuts {pair.seed}")))
-            patch.setattr(meshloom.graph.cut, "refined", lambda line, limits, cuts, price: cuts)
+            patch.setattr(meshloom.pipeline.stages.cut, "best_cuts", _anywhere(random.Random(f"cuts {pair.seed}")))
+            patch.setattr(meshloom.pipeline.stages.cut, "refined", lambda line, limits, cuts, price: cuts)
         yield made
 
 

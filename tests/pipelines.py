@@ -20,10 +20,10 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
-from meshloom.graph.stages import Stage, cut_into_stages
-from meshloom.pipeline.run import Listener, PipelineRun
-from meshloom.pipeline.schedule import Schedule
-from meshloom.pipeline.stage import StageRun
+from meshloom.pipeline.runtime.run import Listener, PipelineRun
+from meshloom.pipeline.runtime.stage import StageRun
+from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.stages.stages import Stage, cut_into_stages
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program

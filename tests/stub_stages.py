@@ -12,10 +12,10 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.mesh import Place
-from meshloom.graph.stages import Crossing
-from meshloom.pipeline.recorder import Recorder
-from meshloom.pipeline.run import PipelineRun
-from meshloom.pipeline.schedule import Schedule
+from meshloom.pipeline.runtime.recorder import Recorder
+from meshloom.pipeline.runtime.run import PipelineRun
+from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.stages.stages import Crossing
 from meshloom.program.ir.nodes import Meta
 from meshloom.report.recording import gather_timeline
 from meshloom.report.timeline import Timeline

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from meshloom.comm.liveness.activity import PAGE_BYTES, PHASES, WARM_UP_STEPS, Activity, is_page, new_page, read
-from meshloom.pipeline.schedule import Action
+from meshloom.pipeline.schedules.schedule import Action
 
 STEP = [Action.parse(text) for text in ["1F0", "1F1", "1B0", "1B1"]]
 

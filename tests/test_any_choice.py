@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-import meshloom.pipeline.staging
+import meshloom.pipeline.stages.staging
 import meshloom.tensor_parallel.division
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -88,7 +88,7 @@ WHISPER = {"flops_per_second": 2.2e9, "bytes_per_second": 4.4e9, "start_seconds"
 
 def verified(job: Job, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
-    monkeypatch.setattr(meshloom.pipeline.staging, "rates_here", lambda *_: rates)
+    monkeypatch.setattr(meshloom.pipeline.stages.staging, "rates_here", lambda *_: rates)
     report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
     assert report.passed, report.causes

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.errors import CaptureError, PlanError
-from meshloom.graph.cut import UNEVEN, CutChoice, choose_cuts
-from meshloom.graph.intervals import Intervals
-from meshloom.graph.stages import Stage, cut_into_stages
-from meshloom.pipeline.builders import KINDS, make_schedule
-from meshloom.pipeline.check import held_by_stage, most_in_flight
-from meshloom.pipeline.simulate import step_seconds
+from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.schedules.check import held_by_stage, most_in_flight
+from meshloom.pipeline.stages.cut import UNEVEN, CutChoice, choose_cuts
+from meshloom.pipeline.stages.intervals import Intervals
+from meshloom.pipeline.stages.simulate import step_seconds
+from meshloom.pipeline.stages.stages import Stage, cut_into_stages
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.cost.cost import Kept, costs
 from meshloom.program.cost.operator_seconds import Work

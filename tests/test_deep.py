@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
-from meshloom.graph.cut import choose_cuts
-from meshloom.graph.stages import cut_into_stages
+from meshloom.pipeline.stages.cut import choose_cuts
+from meshloom.pipeline.stages.stages import cut_into_stages
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.cost import costs
 from meshloom.program.ir.transfer import pack, unpack

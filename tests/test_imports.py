@@ -44,7 +44,7 @@ ORDER = [
 LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}
 PLAIN_VALUES = {  # import no torch
     "mesh.py", "plan.py", "plan_exchange.py", "plan_shares.py", "cluster.py", "links.py", "costs.py", "timings.py", "cache.py", "typed_json.py", "errors.py",
-    "pipeline/schedule.py",
+    "pipeline/schedules/schedule.py",
 }  # fmt: skip
 MAY_NAME_DISTRIBUTED = ("comm/", "launch/")
 MAY_READ_ENVIRONMENT = ("launch/environment.py",)

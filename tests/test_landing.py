@@ -21,7 +21,7 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
-from meshloom.pipeline.later import Later
+from meshloom.pipeline.runtime.deferred_weight_gradients import Later
 from meshloom.program.capture.capture import capture
 from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.fused_grad_accumulation import InPlace, Room

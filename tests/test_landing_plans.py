@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-import meshloom.pipeline.stage
+import meshloom.pipeline.runtime.stage
 import tests.pipelines
 from meshloom.core.plan import Plan
-from meshloom.pipeline.builders import make_schedule
+from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.program.operators.fused_grad_accumulation import InPlace, Room
 from meshloom.program.run.with_fused_accumulation import LandedLinear, with_landing
 from meshloom.trainer import Trainer
@@ -31,7 +31,7 @@ PINS = {"gpt": {"blocks.*.qkv": "heads"}, "unused_twice": {"first": "column"}}
 def small_layers_land(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models are tiny, and their layers too small for it to pay."""
     land = lambda program, landing, *, min_elements=0: with_landing(program, landing, min_elements=0)  # noqa: E731
-    monkeypatch.setattr(meshloom.pipeline.stage, "with_landing", land)
+    monkeypatch.setattr(meshloom.pipeline.runtime.stage, "with_landing", land)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.pipeline.builders import KINDS, make_schedule
-from meshloom.pipeline.messages import Edge, Message, Step, steps_of
-from meshloom.pipeline.schedule import Schedule
+from meshloom.pipeline.runtime.point_to_point import Edge, Message, Step, steps_of
+from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.schedules.schedule import Schedule
 
 Posted = list[tuple[Message, bool]]
 

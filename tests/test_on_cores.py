@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.timing import run_on_paper
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.schedules.timing import run_on_paper
 from meshloom.planner.on_cores import Effort, run_on_cores
 
 

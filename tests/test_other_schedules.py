@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.check import check_schedule, most_in_flight
-from meshloom.pipeline.schedule import Action, Kind, Schedule, folded, looped
-from meshloom.pipeline.timing import Durations, Timed, run_on_paper
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.check import check_schedule, most_in_flight
+from meshloom.pipeline.schedules.schedule import Action, Kind, Schedule, folded, looped
+from meshloom.pipeline.schedules.timing import Durations, Timed, run_on_paper
 from tests.covering import few
 
 pytestmark = pytest.mark.long

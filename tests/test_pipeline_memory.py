@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.check import most_in_flight
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.check import most_in_flight
 from tests.jobs import make_job
 from tests.pipelines import run_pipeline, subject_of
 

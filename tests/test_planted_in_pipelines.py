@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import meshloom.pipeline.stage
+import meshloom.pipeline.runtime.stage
 import meshloom.program.ir.callables
 import meshloom.state.optimizer
 from meshloom.core.errors import TrainingError
 from meshloom.core.plan import Plan
-from meshloom.pipeline.ready import Readiness
-from meshloom.pipeline.stage import StageRun
+from meshloom.pipeline.runtime.gradient_readiness import Readiness
+from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.state.homes import Homes
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify

@@ -19,7 +19,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.random import preserved_draws, seed_everything
-from meshloom.pipeline.builders import make_schedule
+from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.planner.measure import measure_memory
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.cost.cost import costs

@@ -15,10 +15,10 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns, run_in_steps
 from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.errors import ReportError
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.recorder import Recorder
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.spans import Span
+from meshloom.pipeline.runtime.recorder import Recorder
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.schedules.spans import Span
 from meshloom.report.timeline import Row, Timeline, idle_of
 from tests.stub_stages import record_step, stub_run
 

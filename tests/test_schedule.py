@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.core.errors import PlanError
-from meshloom.pipeline.builders import KINDS, make_schedule
-from meshloom.pipeline.check import check_schedule, most_in_flight
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.timing import Durations, run_on_paper
+from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.schedules.check import check_schedule, most_in_flight
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.schedules.timing import Durations, run_on_paper
 
 SIZES = st.integers(1, 6)
 NAMES = st.sampled_from(list(KINDS))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
-from meshloom.graph.stages import cut_into_stages
+from meshloom.pipeline.stages.stages import cut_into_stages
 from meshloom.planner.memory import predict_memory
 from meshloom.planner.stage_kept import kept_bytes_of
 from meshloom.program.capture.shapes import capture_shapes

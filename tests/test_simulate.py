@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from meshloom.graph.intervals import StageCost
-from meshloom.graph.stages import Crossing
-from meshloom.pipeline.builders import KINDS, make_schedule
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.simulate import simulate, step_seconds
-from meshloom.pipeline.traffic import Traffic, traffic_of_ranks, traffic_of_stages
+from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.stages.intervals import StageCost
+from meshloom.pipeline.stages.simulate import simulate, step_seconds
+from meshloom.pipeline.stages.stage_traffic import Traffic, traffic_of_ranks, traffic_of_stages
+from meshloom.pipeline.stages.stages import Crossing
 from meshloom.program.ir.nodes import Meta
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.errors import PlanError
-from meshloom.graph.cut import choose_cuts
-from meshloom.graph.stages import cut_into_stages, users_of
-from meshloom.pipeline.builders import KINDS, make_schedule
-from meshloom.pipeline.check import most_in_flight
-from meshloom.pipeline.traffic import traffic_of_ranks
+from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.schedules.check import most_in_flight
+from meshloom.pipeline.stages.cut import choose_cuts
+from meshloom.pipeline.stages.stage_traffic import traffic_of_ranks
+from meshloom.pipeline.stages.stages import cut_into_stages, users_of
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.cost.cost import costs
 from meshloom.program.ir.program import Program

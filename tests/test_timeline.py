@@ -17,10 +17,10 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import ReportError
 from meshloom.core.mesh import Mesh, Place
-from meshloom.pipeline.builders import KINDS, make_schedule
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.spans import Span
-from meshloom.pipeline.timing import Durations
+from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.schedules.spans import Span
+from meshloom.pipeline.schedules.timing import Durations
 from meshloom.report.picture import save_picture
 from meshloom.report.recording import FILE, Recording, gather_timeline, read_recording, write_recording
 from meshloom.report.timeline import Row, Timeline, idle_of, on_paper

@@ -17,10 +17,10 @@ import pytest
 from rich.console import Console
 
 from meshloom.core.mesh import Mesh
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.spans import Span
-from meshloom.pipeline.timing import run_on_paper
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.schedules.spans import Span
+from meshloom.pipeline.schedules.timing import run_on_paper
 from meshloom.report.chrome_trace import chrome_trace
 from meshloom.report.drawing import print_timeline
 from meshloom.report.picture import draw, save_picture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import meshloom.pipeline.staging
+import meshloom.pipeline.stages.staging
 import meshloom.tensor_parallel.division
 import meshloom.tensor_parallel.loss_programs
 from meshloom.core.job import Job
@@ -87,7 +87,7 @@ def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
 def test_what_float64_verifies_is_what_is_trained(model: Any, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch):
     """The program was priced as it was read for verification, in which all values weigh twice as much: another division was verified than is trained."""
     monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
-    monkeypatch.setattr(meshloom.pipeline.staging, "rates_here", lambda *_: rates)
+    monkeypatch.setattr(meshloom.pipeline.stages.staging, "rates_here", lambda *_: rates)
     job = job_of(model)
     trained = chosen(job, plan)
     assert chosen(job, plan, torch.float64) == trained

@@ -19,7 +19,7 @@ from listening import listen
 from torch import Tensor
 
 import meshloom as ml
-from meshloom.pipeline.schedule import Action
+from meshloom.pipeline.schedules.schedule import Action
 
 
 def kept_bytes(names: Sequence[str], microbatches: Sequence[int], num_ranks: int) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from meshloom.pipeline.run import Listener
+from meshloom.pipeline.runtime.run import Listener
 from meshloom.replica import Replica
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from overhead import overheads
 from waiting import time_schedules
 
-from meshloom.pipeline.builders import KINDS
+from meshloom.pipeline.schedules.builders import KINDS
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]  # the benchmark GPT
 from launched import launched

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from meshloom.comm.group import Group, Work
-from meshloom.graph.stages import Crossing, Stage
-from meshloom.pipeline.builders import KINDS, make_schedule
-from meshloom.pipeline.run import PipelineRun
-from meshloom.pipeline.stage import StageRun
+from meshloom.pipeline.runtime.run import PipelineRun
+from meshloom.pipeline.runtime.stage import StageRun
+from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.nodes import Input, Meta, Ref
 from meshloom.program.ir.program import Program
 

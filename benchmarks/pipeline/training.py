@@ -15,9 +15,9 @@ from listening import listen
 from pipelining import open_pipelining
 
 import meshloom as ml
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.timing import run_on_paper
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.schedules.timing import run_on_paper
 
 RANKS, BATCH = 2, 16
 Prepare = Callable[[], Callable[[], float]]  # reads the next batch, which is not timed; then one step

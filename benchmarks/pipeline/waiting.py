@@ -13,10 +13,10 @@ from overhead import chain, empty_stage
 from torch import Tensor
 
 from meshloom.comm.torch.c10d import C10dGroup
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.run import PipelineRun
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.timing import run_on_paper
+from meshloom.pipeline.runtime.run import PipelineRun
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.schedules.timing import run_on_paper
 from meshloom.program.ir.nodes import Meta
 
 PARTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # of what a forward takes

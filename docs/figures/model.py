@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import meshloom as ml
 from meshloom.core.mesh import AXES, Mesh, Place
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.check import most_in_flight
-from meshloom.pipeline.timing import Durations, run_on_paper
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.check import most_in_flight
+from meshloom.pipeline.schedules.timing import Durations, run_on_paper
 
 # What travels along dp, pp and tp: its colour, where its legend begins, what it is.
 SENT = (

@@ -1,1 +1,1 @@
-"""Models cut into stages: schedules as lists of actions, their check, and their execution."""
+"""Models cut into stages, and their schedules."""

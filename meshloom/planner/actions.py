@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.spans import ACTION_KINDS
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.schedules.spans import ACTION_KINDS
 from meshloom.planner.rehearsal import Call, RankStep
 
 

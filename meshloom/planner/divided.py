@@ -8,8 +8,8 @@ from functools import cache, cached_property
 from typing import Any
 
 from meshloom.core.plan import Plan
-from meshloom.graph.stored_choices import divided_before
 from meshloom.machine.machine import Machine
+from meshloom.pipeline.stages.stored_choices import divided_before
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import rates_of
 from meshloom.tensor_parallel.explain import Account, account_of

@@ -3,7 +3,7 @@
     rank 0   |== 0F0 ==|= 0F1 =|                     alone: full speed
     rank 1              |=== 1F0 ===|== 1F1 ==|      both busy: each as slow as was measured for two
 
-With one speed for any number of busy ranks it is `pipeline/timing.py`.
+With one speed for any number of busy ranks it is `pipeline/schedules/timing.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshloom.pipeline.check import needs
-from meshloom.pipeline.schedule import Action, Schedule
+from meshloom.pipeline.schedules.check import needs
+from meshloom.pipeline.schedules.schedule import Action, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from meshloom.core.errors import PlanError
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
-from meshloom.graph.cut import CutChoice
-from meshloom.graph.stages import Stage, users_of
-from meshloom.pipeline.check import held_by_stage
-from meshloom.pipeline.cutting import schedule_of
-from meshloom.pipeline.staging import stages_of_part
-from meshloom.pipeline.traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
+from meshloom.pipeline.schedules.check import held_by_stage
+from meshloom.pipeline.stages.cut import CutChoice
+from meshloom.pipeline.stages.cutting import schedule_of
+from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
+from meshloom.pipeline.stages.stages import Stage, users_of
+from meshloom.pipeline.stages.staging import stages_of_part
 from meshloom.planner.divided import Divided
 from meshloom.planner.memory import OPTIMIZER_FACTOR
 from meshloom.planner.readings import Readings

@@ -11,7 +11,7 @@ from torch import nn
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.core.timings import Timings
-from meshloom.graph.stored_choices import costs_before
+from meshloom.pipeline.stages.stored_choices import costs_before
 from meshloom.program.capture.shapes import Built, capture_shapes
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves

@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 from meshloom.core.mesh import Axis, Place
 from meshloom.core.plan import Plan
-from meshloom.pipeline.schedule import Schedule
-from meshloom.pipeline.spans import Span
+from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.schedules.spans import Span
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from meshloom.core.mesh import AXES, Axis, Mesh, Place
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import amount
-from meshloom.pipeline.recorder import Recorder
+from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.planner.kept import Kept
 from meshloom.planner.memory import OPTIMIZER_FACTOR
 from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.graph.stages import Stage
+from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.cost.cost_fake import fake_buffers, fake_inputs, fake_parameters, fake_tensors, leaves, run_nodes
 from meshloom.program.cost.shortened import node_by_node
 from meshloom.program.ir.nodes import Node

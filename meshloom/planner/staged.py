@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import SCHEDULES, Plan
-from meshloom.graph.cut import CutChoice
-from meshloom.graph.intervals import Intervals
-from meshloom.graph.stages import Crossing, Stage, cut_into_stages, users_of
-from meshloom.graph.stored_choices import cut_before
 from meshloom.machine.machine import Machine
-from meshloom.pipeline.check import held_by_stage
-from meshloom.pipeline.cutting import choose_stages, line_of_plan, schedule_of
-from meshloom.pipeline.schedule import Schedule
-from meshloom.pipeline.simulate import Simulated, simulate
-from meshloom.pipeline.traffic import Traffic, traffic_of_stages
+from meshloom.pipeline.schedules.check import held_by_stage
+from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.stages.cut import CutChoice
+from meshloom.pipeline.stages.cutting import choose_stages, line_of_plan, schedule_of
+from meshloom.pipeline.stages.intervals import Intervals
+from meshloom.pipeline.stages.simulate import Simulated, simulate
+from meshloom.pipeline.stages.stage_traffic import Traffic, traffic_of_stages
+from meshloom.pipeline.stages.stages import Crossing, Stage, cut_into_stages, users_of
+from meshloom.pipeline.stages.stored_choices import cut_before
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import Rates, rates_here, rates_of
 

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from meshloom.pipeline.check import needs
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.spans import Span
+from meshloom.pipeline.schedules.check import needs
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.schedules.spans import Span
 from meshloom.report.timeline import Row, Timeline
 
 DOING, WAITING = 0, 1  # tracks of a rank

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from meshloom.pipeline.spans import Span, SpanKind
+from meshloom.pipeline.schedules.spans import Span, SpanKind
 from meshloom.report.machine import duration
 from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Idle, Row, Timeline, idle_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.core.errors import ReportError
-from meshloom.pipeline.spans import ACTION_KINDS, Span, SpanKind
+from meshloom.pipeline.schedules.spans import ACTION_KINDS, Span, SpanKind
 from meshloom.report.drawing import EXPLANATION, WORDS, headline, ticks, time_unit
 from meshloom.report.timeline import Row, Timeline, idle_of
 

@@ -16,8 +16,8 @@ from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import ReportError
 from meshloom.core.mesh import Place
-from meshloom.pipeline.schedule import Schedule
-from meshloom.pipeline.spans import Span
+from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.schedules.spans import Span
 from meshloom.report.timeline import Row, Timeline
 
 FILE = "timeline.json"

@@ -11,9 +11,9 @@ from typing import Any
 
 from meshloom.core.errors import PlanError, ReportError
 from meshloom.core.mesh import Place
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.spans import Span
-from meshloom.pipeline.timing import Durations, run_on_paper
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.schedules.spans import Span
+from meshloom.pipeline.schedules.timing import Durations, run_on_paper
 
 
 @dataclass(frozen=True, kw_only=True)

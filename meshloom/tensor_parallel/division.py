@@ -14,7 +14,7 @@ from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, PlanError
 from meshloom.core.timings import Timings
-from meshloom.graph.stored_choices import divided_before
+from meshloom.pipeline.stages.stored_choices import divided_before
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.forms import alike
 from meshloom.program.store.stored import Stored

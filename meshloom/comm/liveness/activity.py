@@ -33,7 +33,7 @@ _WAITS, _MOVED = (_START + _RECORD.size) // 8, (_START + _RECORD.size) // 8 + 1 
 
 
 class ActionLike(Protocol):
-    """A piece of a rank's work in a pipeline, as `pipeline/schedule.py` has it."""
+    """A piece of a rank's work in a pipeline, as `pipeline/schedules/schedule.py` has it."""
 
     @property
     def stage(self) -> int: ...

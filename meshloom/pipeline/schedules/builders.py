@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.core.errors import PlanError
-from meshloom.pipeline.check import legal_order
-from meshloom.pipeline.greedy import Forwards, build_greedily
-from meshloom.pipeline.schedule import Action, Schedule, folded, looped
-from meshloom.pipeline.schedule import Kind as ActionKind
-from meshloom.pipeline.timing import Durations, length_of
+from meshloom.pipeline.schedules.check import legal_order
+from meshloom.pipeline.schedules.greedy import Forwards, build_greedily
+from meshloom.pipeline.schedules.schedule import Action, Schedule, folded, looped
+from meshloom.pipeline.schedules.schedule import Kind as ActionKind
+from meshloom.pipeline.schedules.timing import Durations, length_of
 
 
 @dataclass(frozen=True, kw_only=True)

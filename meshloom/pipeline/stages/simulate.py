@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from meshloom.graph.intervals import StageCost
-from meshloom.pipeline.schedule import Action, Kind, Schedule
-from meshloom.pipeline.timing import Durations, run_on_paper, turns_of
+from meshloom.pipeline.schedules.schedule import Action, Kind, Schedule
+from meshloom.pipeline.schedules.timing import Durations, run_on_paper, turns_of
+from meshloom.pipeline.stages.intervals import StageCost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch.utils._pytree import tree_map_only
 
-from meshloom.graph.stages import computed_of_the_batch
+from meshloom.pipeline.stages.stages import computed_of_the_batch
 from meshloom.program.ir.nodes import Node, Ref, contiguous_strides, refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Transition

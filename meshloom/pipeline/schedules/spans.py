@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from meshloom.core.errors import ReportError
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.schedule import Kind as ActionKind
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.schedules.schedule import Kind as ActionKind
 
 SpanKind = Literal["F", "B", "I", "W", "recompute", "wait", "exchange", "update"]
 ACTION_KINDS: tuple[ActionKind, ...] = get_args(ActionKind)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from meshloom.graph.cut import CutChoice
-from meshloom.graph.intervals import StageCost
+from meshloom.pipeline.stages.cut import CutChoice
+from meshloom.pipeline.stages.intervals import StageCost
 from meshloom.program.cost.cost import Cost, Kept
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program

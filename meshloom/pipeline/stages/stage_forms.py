@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshloom.graph.stages import Stage
+from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.run.runner import Shared
 from meshloom.program.sizes.any_size import AnySize
 from meshloom.program.sizes.forms import Form, UnlikeError, equal, fitted

@@ -14,7 +14,7 @@ Four stages, six microbatches, one-forward-one-backward:
     rank 3: 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5
 
 A schedule says nothing of messages: which values cross is the cut's to say, and when they are sent and received follows
-(`pipeline/messages.py`). The same lists are checked, priced, drawn and executed.
+(`pipeline/runtime/point_to_point.py`). The same lists are checked, priced, drawn and executed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy
 
-from meshloom.graph.intervals import Intervals, Row
+from meshloom.pipeline.stages.intervals import Intervals, Row
 
 STEPS = (-1, 1, -2, 2, -3, 3, -5, 5, -8, 8)  # places by which cuts are moved
 MOVES = 2000  # that are tried at most

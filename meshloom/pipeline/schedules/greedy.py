@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Sequence
 from typing import Literal
 
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.timing import Durations
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.schedules.timing import Durations
 
 Forwards = Literal["deep", "in groups"]
 

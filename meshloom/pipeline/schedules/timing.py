@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshloom.pipeline.check import legal_order, needs
-from meshloom.pipeline.schedule import Action, Schedule
+from meshloom.pipeline.schedules.check import legal_order, needs
+from meshloom.pipeline.schedules.schedule import Action, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.graph.stages import Stage
-from meshloom.pipeline.later import Later
+from meshloom.pipeline.runtime.deferred_weight_gradients import Later
+from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.batch_values import tensor_of
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import Node

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_unflatten
 from meshloom.comm.group import Group
 from meshloom.core.job import LossFunction
 from meshloom.core.mesh import Axis
-from meshloom.graph.stages import Crossing, Stage
-from meshloom.pipeline.ready import Readiness
-from meshloom.pipeline.run import Both, Listener, PipelineRun
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.stage import StageRun
-from meshloom.pipeline.staging import Staging
-from meshloom.pipeline.traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
+from meshloom.pipeline.runtime.gradient_readiness import Readiness
+from meshloom.pipeline.runtime.run import Both, Listener, PipelineRun
+from meshloom.pipeline.runtime.stage import StageRun
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
+from meshloom.pipeline.stages.stages import Crossing, Stage
+from meshloom.pipeline.stages.staging import Staging
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.fused_grad_accumulation import Landing

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.core.errors import PlanError
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.timing import Durations, run_on_paper
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.schedules.timing import Durations, run_on_paper
 
 
 @dataclass(frozen=True, order=True)

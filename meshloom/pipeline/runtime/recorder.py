@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from meshloom.pipeline.schedule import Action
-from meshloom.pipeline.spans import Span, SpanKind
+from meshloom.pipeline.schedules.schedule import Action
+from meshloom.pipeline.schedules.spans import Span, SpanKind
 
 
 @dataclass(frozen=True)

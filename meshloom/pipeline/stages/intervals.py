@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy
 
-from meshloom.graph.stages import computed_of_the_batch, updating
+from meshloom.pipeline.stages.stages import computed_of_the_batch, updating
 from meshloom.program.cost.cost import Kept
 from meshloom.program.cost.operator_seconds import Work
 from meshloom.program.ir.nodes import Meta, lists_in, refs_in

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from meshloom.pipeline.schedule import Action, Schedule
+from meshloom.pipeline.schedules.schedule import Action, Schedule
 
 
 class Readiness:

@@ -20,13 +20,13 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
-from meshloom.graph.apart import changes_apart, layers_apart, rows_apart
-from meshloom.graph.cut import CutChoice
-from meshloom.graph.stages import Stage, cut_into_stages, users_of
-from meshloom.graph.stored_choices import cut_before, kept_before
-from meshloom.pipeline.cutting import choose_stages, schedule_of
-from meshloom.pipeline.schedule import Schedule
-from meshloom.pipeline.stage_forms import StageForms
+from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.stages.cut import CutChoice
+from meshloom.pipeline.stages.cutting import choose_stages, schedule_of
+from meshloom.pipeline.stages.made_per_stage import changes_apart, layers_apart, rows_apart
+from meshloom.pipeline.stages.stage_forms import StageForms
+from meshloom.pipeline.stages.stages import Stage, cut_into_stages, users_of
+from meshloom.pipeline.stages.stored_choices import cut_before, kept_before
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, rates_here
 from meshloom.program.ir.leaves import leaves_of

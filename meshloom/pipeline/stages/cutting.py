@@ -1,4 +1,4 @@
-"""Where a plan cuts a program into stages: what `graph/cut.py` decides by, as the plan's schedule, limit and recomputation have it."""
+"""Where a plan cuts a program into stages: what `pipeline/stages/cut.py` decides by, as the plan's schedule, limit and recomputation have it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
-from meshloom.graph.cut import CutChoice, choose_cuts, line_of, where_used
-from meshloom.graph.intervals import Intervals
-from meshloom.pipeline.builders import make_schedule
-from meshloom.pipeline.check import held_by_stage
-from meshloom.pipeline.schedule import Schedule
-from meshloom.pipeline.simulate import step_seconds
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.check import held_by_stage
+from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.stages.cut import CutChoice, choose_cuts, line_of, where_used
+from meshloom.pipeline.stages.intervals import Intervals
+from meshloom.pipeline.stages.simulate import step_seconds
 from meshloom.program.cost.cost import Cost, Kept
 from meshloom.program.cost.operator_seconds import computed_again, work_of
 from meshloom.program.cost.rates import Rates

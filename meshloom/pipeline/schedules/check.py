@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from meshloom.core.errors import PlanError
-from meshloom.pipeline.schedule import Action, Kind, Schedule
+from meshloom.pipeline.schedules.schedule import Action, Kind, Schedule
 
 
 def check_schedule(schedule: Schedule, *, in_flight: int | None = None) -> None:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.graph.stages import Crossing
-from meshloom.pipeline.messages import Edge, Message, steps_of
-from meshloom.pipeline.schedule import Action, Schedule
-from meshloom.pipeline.stage import StageRun
+from meshloom.pipeline.runtime.point_to_point import Edge, Message, steps_of
+from meshloom.pipeline.runtime.stage import StageRun
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.pipeline.stages.stages import Crossing
 from meshloom.program.ir.nodes import Meta
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshloom.graph.stages import Crossing, Stage
+from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.tensor_parallel.sent_bytes import Sent, sent_in_chunk
 
 

@@ -2,7 +2,7 @@
 
 The operators are taken in eager's order, in which every stage is one run of them: no value flows back. A stage takes what its operators
 take, forward and backward, and what sending over its two ends takes (`intervals.py`). The best places are found by dynamic programming
-(`best_cuts.py`). Or the user names the modules that begin stages.
+(`dynamic_program.py`). Or the user names the modules that begin stages.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import pairwise
 
 from meshloom.core.errors import PlanError
 from meshloom.core.units import amount
-from meshloom.graph.best_cuts import Limits, best_cuts, rank_bytes, refined
-from meshloom.graph.intervals import Intervals, StageCost
-from meshloom.graph.stages import updating
+from meshloom.pipeline.stages.dynamic_program import Limits, best_cuts, rank_bytes, refined
+from meshloom.pipeline.stages.intervals import Intervals, StageCost
+from meshloom.pipeline.stages.stages import updating
 from meshloom.program.cost.cost import Cost, Kept
 from meshloom.program.cost.operator_seconds import Work, work_of
 from meshloom.program.cost.rates import Rates

@@ -1,0 +1,1 @@
+"""A rank's actions carried out: forwards, backwards and messages."""
