@@ -34,6 +34,8 @@ from meshloom.core.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.core.timings import Timings
+from meshloom.data.data import Chunk, to_device
+from meshloom.data.pace import Pace
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm, unsynchronised
@@ -43,7 +45,7 @@ from meshloom.exchange.exchange import Exchange, Give
 from meshloom.exchange.local_sgd import Rounds, TakeMean
 from meshloom.exchange.nothing import Nothing
 from meshloom.exchange.shared import OneForAll
-from meshloom.exchange.sparse import WithSparse
+from meshloom.exchange.sparse_gradients import WithSparse
 from meshloom.exchange.zero import ZeroOne
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import Both
@@ -53,7 +55,6 @@ from meshloom.staged import Staged
 from meshloom.state.alike import bytes_per_comparison, first_difference
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.checkpoint import Checkpoint, Piece
-from meshloom.state.data import Chunk, to_device
 from meshloom.state.homes import held
 from meshloom.state.made import Made, make_optimizers
 from meshloom.state.metrics import MetricSums
@@ -62,7 +63,6 @@ from meshloom.state.not_finite import find_not_finite
 from meshloom.state.optimizer import Updater
 from meshloom.state.optimizer_state import STATE
 from meshloom.state.outer_state import OUTER, outer_loader, outer_pieces
-from meshloom.state.pace import Pace
 from meshloom.state.resuming import Loader, check_together, hand_over, open_together
 from meshloom.state.shards import Shards
 from meshloom.state.sharing import why_separate

@@ -28,6 +28,8 @@ from meshloom.core.job import Job, LossFunction
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
+from meshloom.data.data import to_device
+from meshloom.data.samples import first_batches
 from meshloom.exchange.exchange import Exchange, Give
 from meshloom.pipeline.runtime.microbatches import Microbatches
 from meshloom.pipeline.runtime.run import Listener
@@ -41,11 +43,9 @@ from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.fused_grad_accumulation import InPlace
 from meshloom.program.store.stored import Stored
 from meshloom.state.buffers import RunningStatistics
-from meshloom.state.data import to_device
 from meshloom.state.digest import digest
 from meshloom.state.homes import Homes, held
 from meshloom.state.model import state_of
-from meshloom.state.samples import first_batches
 from meshloom.state.shards import Shards
 from meshloom.state.tensor_file import Entry, Stream, widest_first
 from meshloom.tensor_parallel.division import Division

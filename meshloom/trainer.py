@@ -28,8 +28,12 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
+from meshloom.data.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
+from meshloom.data.measured_shares import remeasure
+from meshloom.data.proportion import EVERY_STEPS
+from meshloom.data.shares import Record, Shares
+from meshloom.data.team_data import open_team_reader
 from meshloom.exchange.elastic.circumstances import Circumstances
-from meshloom.exchange.proportion import EVERY_STEPS
 from meshloom.launch import StopRequests, World, cache_directory, launched_plan, open_world, report_stop, tell
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.store.stored import Stored
@@ -42,13 +46,9 @@ from meshloom.report.summary import Traffic, time_shares
 from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
 from meshloom.state.checkpoint import Checkpoint, passed_over
-from meshloom.state.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
-from meshloom.state.measured_shares import remeasure
 from meshloom.state.model import check_dense_buffers
 from meshloom.state.run_directory import open_directory
 from meshloom.state.saving import save
-from meshloom.state.shares import Record, Shares
-from meshloom.state.team_data import open_team_reader
 from meshloom.state.trying import untouched
 from meshloom.trainer_arguments import check_arguments
 from meshloom.working import working_alone

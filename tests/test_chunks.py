@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshloom.core.plan import Plan
-from meshloom.state.chunks import cut_batch, share_of
+from meshloom.data.chunks import cut_batch, share_of
 
 
 @given(num_samples=st.integers(0, 40), dp=st.integers(1, 5), microbatches=st.integers(1, 4))

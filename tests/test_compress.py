@@ -18,11 +18,11 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
-from meshloom.exchange.bf16 import BF16
-from meshloom.exchange.error_feedback import ErrorFeedback
-from meshloom.exchange.powersgd import PowerSGD
-from meshloom.exchange.reduction import Reduction
-from meshloom.exchange.topk import TopK
+from meshloom.exchange.buckets.bf16 import BF16
+from meshloom.exchange.buckets.error_feedback import ErrorFeedback
+from meshloom.exchange.buckets.powersgd import PowerSGD
+from meshloom.exchange.buckets.reduction import Reduction
+from meshloom.exchange.buckets.topk import TopK
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few

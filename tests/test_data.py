@@ -13,7 +13,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.plan import Plan
-from meshloom.state.data import evaluation_chunks, open_reader
+from meshloom.data.data import evaluation_chunks, open_reader
 
 
 def open_on(datasets, **settings):

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
+from meshloom.data.samples import first_batches
 from meshloom.pipeline.stages.cut import choose_cuts
 from meshloom.pipeline.stages.stages import cut_into_stages
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.cost import costs
 from meshloom.program.ir.transfer import pack, unpack
-from meshloom.state.samples import first_batches
 from meshloom.tensor_parallel.explain import account_of
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import partition

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
+from meshloom.data.samples import first_batches
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.ir.program import Program
 from meshloom.program.store.programs import Programs
 from meshloom.program.trace.folding import Folding
-from meshloom.state.samples import first_batches
 from tests.covering import few
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ

@@ -15,8 +15,8 @@ from torch import Tensor
 from meshloom.core.errors import PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
+from meshloom.data.chunks import Chunk
 from meshloom.exchange.local_sgd import TakeMean
-from meshloom.state.chunks import Chunk
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few

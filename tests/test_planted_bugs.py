@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import meshloom.data.map_data
 import meshloom.replica
-import meshloom.state.map_data
 import meshloom.state.optimizer
 from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
-from meshloom.exchange.buckets import Bucket, GradientBuckets
+from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.zero import ZeroOne
 from meshloom.state.optimizer import Updater
 from meshloom.verify.report import Report
@@ -144,13 +144,13 @@ def stale_gradient(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
 
 def shared_data(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    share_of = meshloom.state.map_data.share_of
+    share_of = meshloom.data.map_data.share_of
 
     def of_first(replica: int, cuts: Any, plan: Plan) -> Any:
         pairs = zip(share_of(replica, cuts, plan), share_of(0, cuts, plan), strict=True)
         return [replace(first, index=own.index) if replica == 1 else own for own, first in pairs]
 
-    monkeypatch.setattr(meshloom.state.map_data, "share_of", of_first)
+    monkeypatch.setattr(meshloom.data.map_data, "share_of", of_first)
 
 
 def other_state(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:

@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.exchange.proportion import LEAST_GAIN, fastest_sizes, propose
+from meshloom.data.proportion import LEAST_GAIN, fastest_sizes, propose
 from tests.compositions import compositions
 
 speeds = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=4)

@@ -6,6 +6,7 @@ import pytest
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
+from meshloom.data.samples import first_batches
 from meshloom.pipeline.stages.cut import CutChoice
 from meshloom.pipeline.stages.cutting import choose_stages
 from meshloom.planner.divided import divided
@@ -13,7 +14,6 @@ from meshloom.planner.ranks import rank_shares
 from meshloom.planner.readings import Reading, Readings
 from meshloom.planner.rehearse import rehearse
 from meshloom.program.cost.rates import rates_here
-from meshloom.state.samples import first_batches
 from tests.jobs import make_job
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

@@ -15,8 +15,8 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
-from meshloom.state.data import open_reader
-from meshloom.state.reading import WorkerError
+from meshloom.data.data import open_reader
+from meshloom.data.reading import WorkerError
 
 
 class Broken:

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
-from meshloom.state.samples import first_batches
+from meshloom.data.samples import first_batches
 
 
 class Stream(IterableDataset[torch.Tensor]):

@@ -16,13 +16,13 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.exchange.proportion import EVERY_STEPS
-from meshloom.state import pace as pace_file
-from meshloom.state.chunks import Chunk
-from meshloom.state.data import open_reader
-from meshloom.state.measured_shares import remeasure
-from meshloom.state.pace import LEAST_STEPS, Pace
-from meshloom.state.shares import Shares
+from meshloom.data import pace as pace_file
+from meshloom.data.chunks import Chunk
+from meshloom.data.data import open_reader
+from meshloom.data.measured_shares import remeasure
+from meshloom.data.pace import LEAST_STEPS, Pace
+from meshloom.data.proportion import EVERY_STEPS
+from meshloom.data.shares import Shares
 
 MEASURED = Plan(dp=3, microbatches=2, shares="measured")
 

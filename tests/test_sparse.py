@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, AdamW, SparseAdam
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.exchange import sparse
+from meshloom.exchange import sparse_gradients as sparse
 from meshloom.report.progress import QUIET, Listener
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify

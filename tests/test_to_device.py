@@ -9,7 +9,7 @@ from types import MappingProxyType, SimpleNamespace
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from meshloom.state.to_device import to_device
+from meshloom.data.to_device import to_device
 
 Pair = namedtuple("Pair", "x y")
 

@@ -6,7 +6,7 @@ from sketch import EVERYBODY, NOTHING, QUIET, RANKS, Page
 
 from meshloom.comm.collectives.ring import ring as steps_of_ring
 from meshloom.core.plan import Plan
-from meshloom.state.chunks import cut_batch, share_of
+from meshloom.data.chunks import cut_batch, share_of
 
 
 def batch_split() -> Page:

@@ -17,7 +17,7 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.state.data import Chunk, build_dataset, evaluation_chunks
+from meshloom.data.data import Chunk, build_dataset, evaluation_chunks
 from meshloom.state.run_directory import open_directory
 from meshloom.state.trying import untouched
 

@@ -23,12 +23,12 @@ from meshloom.core.loss import as_sum
 from meshloom.core.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, seed_everything
+from meshloom.data.data import Chunk, to_device
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.elastic.worker import Computed
 from meshloom.exchange.exchange import Slice
 from meshloom.state.buffers import RunningStatistics
 from meshloom.state.clipping import sum_of_squares
-from meshloom.state.data import Chunk, to_device
 from meshloom.state.metrics import MetricSums
 from meshloom.state.model import build_model, trainable
 from meshloom.state.not_finite import find_not_finite

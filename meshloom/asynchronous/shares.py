@@ -13,10 +13,10 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
-from meshloom.state.chunks import Chunk, Cut, cut_batch, share_of
-from meshloom.state.data import build_dataset, is_stream
-from meshloom.state.map_data import Batches, ChunkSource, Request
-from meshloom.state.reading import Failure
+from meshloom.data.chunks import Chunk, Cut, cut_batch, share_of
+from meshloom.data.data import build_dataset, is_stream
+from meshloom.data.map_data import Batches, ChunkSource, Request
+from meshloom.data.reading import Failure
 
 
 @dataclass(frozen=True, kw_only=True)

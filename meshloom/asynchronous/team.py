@@ -28,11 +28,11 @@ from meshloom.core.errors import DataError, JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan, chunk_sizes
+from meshloom.data.data import Chunk
 from meshloom.exchange.elastic.worker import Computed
 from meshloom.launch import World
 from meshloom.replica import Replica
 from meshloom.report.summary import Traffic
-from meshloom.state.data import Chunk
 from meshloom.state.model import state_of
 
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""How replicas agree, in terms of what each rank owns."""

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
-from meshloom.exchange.buckets import Bucket, GradientBuckets
+from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
+from meshloom.exchange.buckets.reduction import Exact, Reduction
 from meshloom.exchange.exchange import Exchange, Give, Slice
-from meshloom.exchange.reduction import Exact, Reduction
 from meshloom.program.operators.fused_grad_accumulation import Room
 
 

@@ -12,12 +12,12 @@ from meshloom.comm.group import Group
 from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
-from meshloom.exchange.bf16 import BF16
+from meshloom.exchange.buckets.bf16 import BF16
+from meshloom.exchange.buckets.powersgd import PowerSGD
+from meshloom.exchange.buckets.reduction import Reduction
+from meshloom.exchange.buckets.topk import TopK
 from meshloom.exchange.exchange import Exchange
-from meshloom.exchange.powersgd import PowerSGD
-from meshloom.exchange.reduction import Reduction
 from meshloom.exchange.server import Server
-from meshloom.exchange.topk import TopK
 
 
 def exchange_by_name(plan: Plan, named: Sequence[tuple[str, nn.Parameter]], group: Group, *, apart: Collection[str] = ()) -> Exchange | None:

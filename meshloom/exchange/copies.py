@@ -14,7 +14,7 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent
-from meshloom.exchange.buckets import Bucket
+from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.slices import move_into_flat, share_of
 
 

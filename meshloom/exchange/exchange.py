@@ -106,7 +106,7 @@ class Exchange(ABC):
 
         A weight of exactly 1 costs nothing.
 
-        None for a parameter that no chunk of any rank used. Gradients of rows may be sparse (`exchange/sparse.py`).
+        None for a parameter that no chunk of any rank used. Gradients of rows may be sparse (`exchange/sparse_gradients.py`).
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets import Bucket, GradientBuckets
+from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Give, Slice
 from meshloom.exchange.slices import OwnedSlices, Used, give_bucket, move_into_flat, share_of
 from meshloom.program.operators.fused_grad_accumulation import Room

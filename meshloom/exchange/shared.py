@@ -23,7 +23,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
 from meshloom.core.errors import TrainingError
-from meshloom.exchange.buckets import Bucket
+from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.copies import Copies, extent_of
 
 BITS_EVERY = 100  # steps between comparisons of all bits before and after a step's chunks

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets import Bucket
+from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.exchange import Give, Slice
 
 

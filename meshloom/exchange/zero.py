@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
-from meshloom.exchange.buckets import Bucket, GradientBuckets
+from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.copies import Copies, OneEach, segment
 from meshloom.exchange.exchange import Exchange, Give, Slice
 from meshloom.exchange.slices import OwnedSlices, Used, give_bucket

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from meshloom.core.errors import CaptureError, MachineError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan, chunk_sizes
+from meshloom.data.samples import first_batches
 from meshloom.machine.links import Crowd
 from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine
 from meshloom.planner.amdahl import Work, bound, with_communication
@@ -18,7 +19,6 @@ from meshloom.planner.rehearsal import RankStep, Rehearsal
 from meshloom.planner.rehearse import rehearse
 from meshloom.planner.step_seconds import Places, StepPrice, price_step
 from meshloom.program.cost.program_seconds import kind_of, node_seconds, program_seconds
-from meshloom.state.samples import first_batches
 
 
 @dataclass(frozen=True, kw_only=True)

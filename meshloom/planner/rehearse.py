@@ -27,15 +27,15 @@ from meshloom.core.mesh import AXES, Axis, Mesh, Place
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import amount
+from meshloom.data.chunks import Chunk
+from meshloom.data.data import open_reader
+from meshloom.data.team_data import open_team_reader
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.planner.kept import Kept
 from meshloom.planner.memory import OPTIMIZER_FACTOR
 from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal import Held, RankStep, Rehearsal
 from meshloom.replica import Replica
-from meshloom.state.chunks import Chunk
-from meshloom.state.data import open_reader
-from meshloom.state.team_data import open_team_reader
 
 T = TypeVar("T")
 WARM_UP_STEPS = 2  # optimizer state is made in the first, memory is touched, kernels are chosen

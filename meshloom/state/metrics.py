@@ -10,7 +10,7 @@ import torch
 
 from meshloom.core.job import LossFunction
 from meshloom.core.loss import as_sum
-from meshloom.state.chunks import Chunk
+from meshloom.data.chunks import Chunk
 
 
 class MetricSums:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.state.data import Chunk
+from meshloom.data.data import Chunk
 
 
 def find_not_finite(model: nn.Module, chunks: Sequence[Chunk], loss_of: Callable[[Chunk], Tensor]) -> str | None:

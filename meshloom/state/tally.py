@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshloom.core.errors import JobError
 from meshloom.core.loss import as_sum
-from meshloom.state.chunks import Chunk
+from meshloom.data.chunks import Chunk
 
 
 class Tally:

@@ -19,13 +19,13 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.data.data import Chunk, to_device
+from meshloom.data.samples import first_batches
 from meshloom.replica import Replica, StepResult
 from meshloom.report.progress import Listener
-from meshloom.state.data import Chunk, to_device
 from meshloom.state.digest import digest
 from meshloom.state.homes import held
 from meshloom.state.model import build_model, check_dense_buffers, state_of
-from meshloom.state.samples import first_batches
 from meshloom.trainer import Trainer
 from meshloom.verify.hold import Holding
 from meshloom.verify.mistakes import Cause

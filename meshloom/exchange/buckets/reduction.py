@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets import Bucket
+from meshloom.exchange.buckets.buckets import Bucket
 
 
 class Reduction(ABC):

@@ -14,12 +14,12 @@ from meshloom.core.errors import DataError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive, preserved_draws
-from meshloom.state.chunks import Chunk, Reader
-from meshloom.state.map_data import MapReader, map_chunks
-from meshloom.state.reading import seed_draws
-from meshloom.state.shares import Shares
-from meshloom.state.stream_data import StreamReader
-from meshloom.state.to_device import to_device
+from meshloom.data.chunks import Chunk, Reader
+from meshloom.data.map_data import MapReader, map_chunks
+from meshloom.data.reading import seed_draws
+from meshloom.data.shares import Shares
+from meshloom.data.stream_data import StreamReader
+from meshloom.data.to_device import to_device
 
 __all__ = ["Chunk", "Reader", "build_dataset", "evaluation_chunks", "open_reader", "to_device"]
 

@@ -17,9 +17,9 @@ from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order, sample_seed
-from meshloom.state.chunks import Chunk, Cut, Reader, cut_batch, share_of
-from meshloom.state.reading import Collation, Failure, read_ahead, seed_draws
-from meshloom.state.shares import Shares
+from meshloom.data.chunks import Chunk, Cut, Reader, cut_batch, share_of
+from meshloom.data.reading import Collation, Failure, read_ahead, seed_draws
+from meshloom.data.shares import Shares
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch.utils.data import IterableDataset
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.random import preserved_draws
-from meshloom.state.data import build_dataset, is_stream
-from meshloom.state.map_data import Batches, ChunkSource, Request
-from meshloom.state.reading import Collation, Failure
-from meshloom.state.stream_data import stream_batches
+from meshloom.data.data import build_dataset, is_stream
+from meshloom.data.map_data import Batches, ChunkSource, Request
+from meshloom.data.reading import Collation, Failure
+from meshloom.data.stream_data import stream_batches
 
 
 def first_batches(job: Job, count: int, size: int | None = None) -> list[Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from meshloom.comm.objects import collect, share
 from meshloom.comm.seat import Seat
 from meshloom.comm.steps import Steps
-from meshloom.exchange.proportion import propose
-from meshloom.state.pace import Pace
-from meshloom.state.shares import Shares
+from meshloom.data.pace import Pace
+from meshloom.data.proportion import propose
+from meshloom.data.shares import Shares
 
 
 def remeasure(seat: Seat, pace: Pace, shares: Shares, batch_size: int, stop_step: int) -> Steps[str]:

@@ -7,9 +7,9 @@ from meshloom.comm.objects import scatter_objects, share
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.state.chunks import Chunk, Reader
-from meshloom.state.data import open_reader
-from meshloom.state.shares import Shares
+from meshloom.data.chunks import Chunk, Reader
+from meshloom.data.data import open_reader
+from meshloom.data.shares import Shares
 
 
 def open_team_reader(

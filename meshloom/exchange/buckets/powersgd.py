@@ -20,9 +20,9 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets import Bucket, Entry
-from meshloom.exchange.error_feedback import ErrorFeedback
-from meshloom.exchange.reduction import Reduction
+from meshloom.exchange.buckets.buckets import Bucket, Entry
+from meshloom.exchange.buckets.error_feedback import ErrorFeedback
+from meshloom.exchange.buckets.reduction import Reduction
 
 
 class PowerSGD(Reduction):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets import Bucket
-from meshloom.exchange.reduction import Reduction
+from meshloom.exchange.buckets.buckets import Bucket
+from meshloom.exchange.buckets.reduction import Reduction
 
 
 class BF16(Reduction):

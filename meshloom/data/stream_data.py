@@ -23,9 +23,9 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive, sample_seed
-from meshloom.state.chunks import Chunk, Reader, cut_batch
-from meshloom.state.reading import Collation, Failure, read_ahead, seed_draws
-from meshloom.state.shares import Shares
+from meshloom.data.chunks import Chunk, Reader, cut_batch
+from meshloom.data.reading import Collation, Failure, read_ahead, seed_draws
+from meshloom.data.shares import Shares
 
 Sample = tuple[str, Any]  # what an error calls it, and the sample itself
 

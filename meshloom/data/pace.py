@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from meshloom.comm.recording import RecordedGroup
-from meshloom.exchange.proportion import EVERY_STEPS
+from meshloom.data.proportion import EVERY_STEPS
 
 LEAST_STEPS = 3  # a median of fewer may be that of a first step, in which much is made ready
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets import Bucket
+from meshloom.exchange.buckets.buckets import Bucket
 
 
 class ErrorFeedback:

@@ -1,0 +1,1 @@
+"""Gradients in flat buckets, and how their mean is made: exactly, or compressed."""
