@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 import meshloom as ml
 from meshloom.program.cost.rates import rates_here
-from meshloom.replica import Replica
+from meshloom.replica.replica import Replica
 
 WIDTH = 1024  # features that go from the first part to the second
 BATCH = 256

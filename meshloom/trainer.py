@@ -17,6 +17,9 @@ import torch
 
 from meshloom.asynchronous.run import AsynchronousRun
 from meshloom.asynchronous.settings import DEFAULT_SNAPSHOT_EVERY, Settings
+from meshloom.checkpoint.checkpoint import Checkpoint, passed_over
+from meshloom.checkpoint.run_directory import open_directory
+from meshloom.checkpoint.saving import save
 from meshloom.comm.liveness.activity import Phase
 from meshloom.comm.objects import agree, collect
 from meshloom.comm.recording import Count
@@ -35,21 +38,18 @@ from meshloom.data.shares import Record, Shares
 from meshloom.data.team_data import open_team_reader
 from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.launch import StopRequests, World, cache_directory, launched_plan, open_world, report_stop, tell
+from meshloom.parameters.model import check_dense_buffers
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.store.stored import Stored
 from meshloom.program.trace.precision import default_precision
-from meshloom.replica import Replica, StepResult
+from meshloom.replica.replica import Replica, StepResult
+from meshloom.replica.trial_evaluation import untouched
 from meshloom.report.idle import idle_lines
 from meshloom.report.progress import Listener, Progress, Summary
 from meshloom.report.recording import Recording, gather_timeline, is_kept, write_recording
 from meshloom.report.summary import Traffic, time_shares
 from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
-from meshloom.state.checkpoint import Checkpoint, passed_over
-from meshloom.state.model import check_dense_buffers
-from meshloom.state.run_directory import open_directory
-from meshloom.state.saving import save
-from meshloom.state.trying import untouched
 from meshloom.trainer_arguments import check_arguments
 from meshloom.working import working_alone
 

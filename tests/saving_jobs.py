@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.checkpoint.format import Piece, fingerprint_of
+from meshloom.checkpoint.saving import save
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.plan import chunk_sizes
-from meshloom.state.layout import Piece, fingerprint_of
-from meshloom.state.saving import save
 
 SHAPES = {"blocks.0.up.weight": (5, 3), "blocks.0.up.bias": (5,), "scale": ()}
 

@@ -14,6 +14,7 @@ import torch
 from exchange_world import KINDS, Net, data
 from torch import Tensor, nn
 
+from meshloom.checkpoint.checkpoint import Checkpoint, save
 from meshloom.comm.pieces import Pieces, Runs, whole
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
@@ -21,9 +22,8 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
-from meshloom.state.checkpoint import Checkpoint, save
-from meshloom.state.optimizer import Updater
-from meshloom.state.shards import Shards
+from meshloom.optimizer.updater import Updater
+from meshloom.parameters.shards import Shards
 
 
 def runs_of(indices: Sequence[int]) -> Runs:

@@ -88,7 +88,7 @@ def test_a_loss_that_is_no_number_is_the_worker_s_and_its_rank_is_named() -> Non
 
 def test_gradients_of_a_divided_worker_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the first rank forgets what the last stage computed. The comparison above finds it."""
-    from meshloom.replica import Gradients, Replica
+    from meshloom.replica.replica import Gradients, Replica
 
     original = Replica.whole_gradients
 

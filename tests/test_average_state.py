@@ -12,8 +12,8 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import JobError
-from meshloom.state.average_state import average_state
-from meshloom.state.optimizer_state import Held
+from meshloom.optimizer.average_state import average_state
+from meshloom.optimizer.state import Held
 
 
 def averaged(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, int]], list[dict[str, int]]]:

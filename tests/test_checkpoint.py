@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saving_jobs import SHAPES, save_step, slices_of, state_of, weights_of
 
+from meshloom.checkpoint import format as layout
+from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, fingerprint_of
 from meshloom.core.errors import CheckpointError
-from meshloom.state import layout
-from meshloom.state.checkpoint import Checkpoint, check_same_data, find, fingerprint_of
 
 
 @pytest.mark.parametrize("saved_on", [1, 2, 3, 8])
@@ -56,7 +56,7 @@ def test_only_the_files_that_hold_the_range_are_opened(tmp_path, monkeypatch):
         opened.append(file.name)
         return safetensors.safe_open(file, framework)
 
-    monkeypatch.setattr("meshloom.state.checkpoint.safe_open", safe_open)
+    monkeypatch.setattr("meshloom.checkpoint.checkpoint.safe_open", safe_open)
     checkpoint.read("optimizer/blocks.0.up.weight/exp_avg", 6, 9)
     assert opened == ["state-00001-of-00003.safetensors"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
-from meshloom.state.clipping import clip, sum_of_squares
+from meshloom.optimizer.clipping import clip, sum_of_squares
 
 CPU = torch.device("cpu")
 

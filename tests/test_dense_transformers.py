@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import meshloom.staged
+import meshloom.replica.staged
 from meshloom.comm.recording import Count
 from meshloom.core.job import Job
 from meshloom.program.cost.rates import Rates
@@ -146,7 +146,7 @@ def test_a_block_is_divided_but_for_its_norms_and_sums_each_pair_once_per_direct
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_with_parts_of_the_sequence_the_volume_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meshloom.staged, "Division", partial(Division, rates=BY_SEQUENCE))
+    monkeypatch.setattr(meshloom.replica.staged, "Division", partial(Division, rates=BY_SEQUENCE))
     dense = DENSE[name]
     sent, paths, shares, again = step_of(dense)
     size = BATCH * dense.length * WIDTH * 4

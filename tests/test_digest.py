@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshloom.state.digest import BLOCK_WORDS, digest
+from meshloom.parameters.digest import BLOCK_WORDS, digest
 
 
 def naive(tensor: Tensor) -> int:

@@ -16,15 +16,15 @@ from test_optimizer import BUILDS, assert_equal, job
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from meshloom.checkpoint import saving
 from meshloom.comm.pieces import place, take
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.alone import Alone
+from meshloom.optimizer.updater import Updater
+from meshloom.parameters.shards import Shards
 from meshloom.program.capture.capture import capture_module
-from meshloom.state import saving
-from meshloom.state.optimizer import Updater
-from meshloom.state.shards import Shards
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.lockstep import run_in_lockstep
 from meshloom.tensor_parallel.partition import Partition, partition

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshloom.state.elementwise import is_elementwise, reach
+from meshloom.optimizer.elementwise import is_elementwise, reach
 
 REFUSED = {"LBFGS", "SparseAdam"}
 WHOLE = {"Adafactor", "Muon"}

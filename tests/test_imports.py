@@ -153,7 +153,7 @@ def imported_at_once() -> dict[str, set[str]]:
     ("module", "unwanted"),
     [
         ("meshloom.cli", {"meshloom.trainer", "meshloom.planner", "meshloom.graph", "meshloom.state", "meshloom.verify", "rich", "scipy"}),
-        ("meshloom.commands.describe", {"meshloom.trainer", "meshloom.asynchronous", "meshloom.replica", "meshloom.verify", "zmq", "scipy"}),
+        ("meshloom.commands.describe", {"meshloom.trainer", "meshloom.asynchronous", "meshloom.replica.replica", "meshloom.verify", "zmq", "scipy"}),
         ("meshloom.commands.train", {"meshloom.planner.pricing", "meshloom.verify", "zmq", "scipy"}),
     ],
 )

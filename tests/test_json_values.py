@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshloom.state.json_values import NotPlainError, from_json, to_json
+from meshloom.checkpoint.json_values import NotPlainError, from_json, to_json
 
 VALUES: list[Any] = [
     None,

@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from meshloom.checkpoint.format import Piece, meta_text, read_meta
+from meshloom.checkpoint.tensor_file import DTYPES, write_tensors
 from meshloom.core.errors import CheckpointError
-from meshloom.state.layout import Piece, meta_text, read_meta
-from meshloom.state.tensor_file import DTYPES, write_tensors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

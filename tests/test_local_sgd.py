@@ -298,7 +298,7 @@ def test_a_parameter_left_out_of_the_mean_is_named(monkeypatch: pytest.MonkeyPat
 
 def test_a_share_counted_by_its_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dividing by the weight of all replicas instead of the replica's own makes local steps too small."""
-    from meshloom.state.tally import Tally
+    from meshloom.replica.loss_sums import Tally
 
     monkeypatch.setattr(Tally, "own_divisor", lambda self, batch: torch.ones(()))
     with pytest.raises(AssertionError):

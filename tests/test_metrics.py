@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshloom.core.errors import JobError, MeshloomError
 from meshloom.core.job import Evaluate
 from meshloom.data.chunks import Chunk
-from meshloom.state.metrics import MetricSums
+from meshloom.replica.metrics import MetricSums
 from meshloom.trainer import Trainer
 from tests.jobs import make_job
 

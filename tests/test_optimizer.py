@@ -15,14 +15,14 @@ from test_elementwise import ALL, WHOLE, Lamb, NeedsSome, OwnList, Together
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from meshloom.checkpoint.checkpoint import Checkpoint, save
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange
-from meshloom.state.checkpoint import Checkpoint, save
-from meshloom.state.optimizer import Updater
+from meshloom.optimizer.updater import Updater
 from tests.covering import few
 
 Build = Callable[[NamedParameters], Any]
@@ -178,7 +178,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], kind: st
             torch.testing.assert_close(found[name], each, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-LOOK_AT_ALL = ("together", "own list")  # which one copy is not for: see state/sharing.py
+LOOK_AT_ALL = ("together", "own list")  # which one copy is not for: see replica/sharing.py
 
 
 UNDER_ALL = ("AdamW", "decay groups", "muon and adamw")  # one that can work on slices, groups of its own, and one that needs whole parameters

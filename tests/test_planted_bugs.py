@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import meshloom.data.map_data
-import meshloom.replica
-import meshloom.state.optimizer
+import meshloom.optimizer.updater
+import meshloom.replica.replica
 from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.zero import ZeroOne
-from meshloom.state.optimizer import Updater
+from meshloom.optimizer.updater import Updater
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify
 from tests.covering import few
@@ -45,13 +45,13 @@ def missing_microbatches(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
 def mean_of_means(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     """Every chunk's gradient is a mean, and the chunks count the same."""
-    as_sum = meshloom.state.tally.as_sum
+    as_sum = meshloom.replica.loss_sums.as_sum
 
     def as_mean(loss: Any, samples: int, **settings: Any) -> Any:
         total, weight = as_sum(loss, samples, **settings)
         return total / weight + (total - total / weight).detach(), weight  # the value is right, the gradient is a mean's
 
-    monkeypatch.setattr(meshloom.state.tally, "as_sum", as_mean)
+    monkeypatch.setattr(meshloom.replica.loss_sums, "as_sum", as_mean)
     batch = 13
     divide_by(monkeypatch, lambda weight: torch.full_like(weight, plan.num_chunks / (batch if weight == 1 else 1)))
 
@@ -116,19 +116,19 @@ def tied_twice(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
 
 def tied_twice_in_the_norm(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    clip = meshloom.state.optimizer.clip
+    clip = meshloom.optimizer.updater.clip
 
     def more(gradients: Any, largest: float, owners: Any, device: Any, **settings: Any) -> Any:
         embedding = next(each for each in gradients if each is not None and each.numel() == 29 * 15)
         norm = yield from clip([*gradients, embedding.clone()], largest, owners, device, **settings)
         return norm
 
-    monkeypatch.setattr(meshloom.state.optimizer, "clip", more)
+    monkeypatch.setattr(meshloom.optimizer.updater, "clip", more)
 
 
 def same_masks(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    chunk_seed = meshloom.replica.chunk_seed
-    monkeypatch.setattr(meshloom.replica, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, chunk % plan.microbatches))
+    chunk_seed = meshloom.replica.replica.chunk_seed
+    monkeypatch.setattr(meshloom.replica.replica, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, chunk % plan.microbatches))
 
 
 def stale_gradient(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import meshloom.optimizer.updater
 import meshloom.pipeline.runtime.stage
 import meshloom.program.ir.callables
-import meshloom.state.optimizer
 from meshloom.core.errors import TrainingError
 from meshloom.core.plan import Plan
+from meshloom.parameters.pipeline_ownership import Homes
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.stage import StageRun
-from meshloom.state.homes import Homes
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify
 from tests.jobs import make_job
@@ -103,12 +103,12 @@ def weights_of_one_microbatch_lost(patch: Patch) -> None:
 
 def norm_of_own_stage(patch: Patch) -> None:
     """Each stage clips by the norm of its own parameters."""
-    clip = meshloom.state.optimizer.clip
+    clip = meshloom.optimizer.updater.clip
 
     def own(*args: Any, holders: Any = (), **settings: Any) -> Any:
         return (yield from clip(*args, holders=holders[:-1], **settings))
 
-    patch.setattr(meshloom.state.optimizer, "clip", own)
+    patch.setattr(meshloom.optimizer.updater, "clip", own)
 
 
 def microbatches_mixed_up(patch: Patch) -> None:

@@ -23,16 +23,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshloom.checkpoint import checkpoint as checkpoints
+from meshloom.checkpoint import resuming
+from meshloom.checkpoint.checksums import joined
+from meshloom.checkpoint.format import META, MODEL, Piece, meta_text, read_meta
+from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open_together
+from meshloom.checkpoint.tensor_reading import TensorReader
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CheckpointError
 from meshloom.report.progress import QUIET
-from meshloom.state import checkpoint as checkpoints
-from meshloom.state import resuming
-from meshloom.state.checksums import joined
-from meshloom.state.layout import META, MODEL, Piece, meta_text, read_meta
-from meshloom.state.resuming import Loader, check_together, hand_over, open_together
-from meshloom.state.tensor_reading import TensorReader
 from meshloom.trainer import Trainer
 from tests.jobs import make_job
 from tests.processes import on_ranks

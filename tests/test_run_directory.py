@@ -16,15 +16,15 @@ from jobs import class_loss, make_job, vectors
 from saving_jobs import names_in, save_step
 from torch import Tensor, nn
 
+from meshloom.checkpoint import saving
+from meshloom.checkpoint.checkpoint import find
+from meshloom.checkpoint.run_directory import open_directory
 from meshloom.cli import main
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Evaluate, Job
 from meshloom.report.progress import Listener
-from meshloom.state import saving
-from meshloom.state.checkpoint import find
-from meshloom.state.run_directory import open_directory
 from meshloom.trainer import Trainer
 
 ASYNC = "dp=2,exchange=async"

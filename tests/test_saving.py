@@ -14,13 +14,14 @@ import safetensors.torch
 import torch
 from saving_jobs import names_in, save_step, slices_of, state_of, weights_of
 
+from meshloom.checkpoint import format as layout
+from meshloom.checkpoint import saving
+from meshloom.checkpoint.checkpoint import Checkpoint, find
+from meshloom.checkpoint.format import Piece, fingerprint_of
+from meshloom.checkpoint.saving import save
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError
-from meshloom.state import layout, saving
-from meshloom.state.checkpoint import Checkpoint, find
-from meshloom.state.layout import Piece, fingerprint_of
-from meshloom.state.saving import save
 
 
 def assert_whole(path, content):

@@ -131,7 +131,7 @@ def a_workers_gradient_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshloom.state.tally.as_sum", _as_mean)
+    monkeypatch.setattr("meshloom.replica.loss_sums.as_sum", _as_mean)
 
 
 def _as_mean(loss: Any, samples: int, **settings: Any) -> Any:

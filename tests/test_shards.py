@@ -15,7 +15,7 @@ from meshloom.comm.pieces import Pieces, put
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
-from meshloom.state.shards import Shards
+from meshloom.parameters.shards import Shards
 
 SHAPES: list[tuple[int, ...]] = [(), (7,), (5, 3), (3, 7, 2), (1,), (2, 11)]
 

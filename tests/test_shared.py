@@ -17,10 +17,10 @@ from meshloom.core.plan import Plan
 from meshloom.exchange.copies import OneEach
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
+from meshloom.optimizer.updater import Updater
+from meshloom.optimizer.user_optimizer import make_optimizers
+from meshloom.replica.sharing import why_separate
 from meshloom.report.progress import Listener
-from meshloom.state.made import make_optimizers
-from meshloom.state.optimizer import Updater
-from meshloom.state.sharing import why_separate
 from meshloom.trainer import Trainer
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshloom.checkpoint.checkpoint import Checkpoint, find
 from meshloom.comm.shm.shared_memory import ShmGroup, why_not
 from meshloom.comm.steps import run_in_steps
 from meshloom.comm.windows import windows_of
@@ -22,9 +23,8 @@ from meshloom.core.errors import PeerLostError
 from meshloom.core.plan import Plan
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
+from meshloom.optimizer.updater import Updater
 from meshloom.report.progress import Listener
-from meshloom.state.checkpoint import Checkpoint, find
-from meshloom.state.optimizer import Updater
 from meshloom.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.exchange_world import Net, data

@@ -12,9 +12,9 @@ import pytest
 from jobs import make_job
 from saving_jobs import names_in
 
+from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.launch import signals
 from meshloom.report.progress import QUIET, Listener
-from meshloom.state.checkpoint import Checkpoint
 from meshloom.trainer import Trainer
 from tests.covering import few
 

@@ -20,8 +20,8 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, seed_everything
 from meshloom.data.map_data import MapReader
+from meshloom.replica.loss_sums import Tally
 from meshloom.report.progress import QUIET, Listener
-from meshloom.state.tally import Tally
 from meshloom.trainer import Trainer
 from meshloom.verify.reference import Reference
 from meshloom.verify.report import Report

@@ -9,7 +9,7 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.exchange.exchange import Slice
-from meshloom.state.whole import WholeParameters, divide
+from meshloom.optimizer.whole import WholeParameters, divide
 
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [((3, 4), torch.float64), ((5,), torch.float32), ((), torch.float64), ((2, 2), torch.float32)]
 CUTS = [[0, 5, 5, 12], [0, 1, 5, 5], [0, 0, 0, 1], [0, 0, 4, 4]]  # of each parameter: where ranks 0, 1, 2 begin and the last ends

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshloom import replica
 from meshloom.comm.group import Group
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import SimulatedGroup
 from meshloom.comm.windows import Windows
+from meshloom.replica import replica
 
 
 class OneProcess:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from meshloom.pipeline.runtime.run import Listener
-from meshloom.replica import Replica
+from meshloom.replica.replica import Replica
 
 
 def listen(replica: Replica, listener: Listener) -> None:

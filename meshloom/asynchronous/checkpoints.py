@@ -13,6 +13,7 @@ from meshloom.asynchronous.parameters import Content
 from meshloom.asynchronous.replica import Computing
 from meshloom.asynchronous.settings import Settings
 from meshloom.asynchronous.shares import Shares
+from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, passed_over, save
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
@@ -20,8 +21,7 @@ from meshloom.core.plan import Plan
 from meshloom.exchange.elastic.head import first_state
 from meshloom.exchange.elastic.ledger import Ledger
 from meshloom.exchange.elastic.messages import Kind
-from meshloom.state.checkpoint import Checkpoint, check_same_data, find, passed_over, save
-from meshloom.state.shards import Shards
+from meshloom.parameters.shards import Shards
 
 
 def write_snapshot(

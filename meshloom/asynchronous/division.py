@@ -5,8 +5,8 @@ from __future__ import annotations
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Slice
-from meshloom.state.made import make_optimizers
-from meshloom.state.whole import divide
+from meshloom.optimizer.user_optimizer import make_optimizers
+from meshloom.optimizer.whole import divide
 
 
 def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:

@@ -23,7 +23,7 @@ from torch import nn
 from meshloom.core.errors import EndpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.state.model import facts
+from meshloom.parameters.model import facts
 
 DIGEST_BYTES = 32
 

@@ -12,14 +12,14 @@ from meshloom.asynchronous.checkpoints import write_snapshot
 from meshloom.asynchronous.parameters import Content
 from meshloom.asynchronous.replica import Computing
 from meshloom.asynchronous.settings import Settings
+from meshloom.checkpoint.run_directory import open_directory
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.data import Chunk, build_dataset, evaluation_chunks
-from meshloom.state.run_directory import open_directory
-from meshloom.state.trying import untouched
+from meshloom.replica.trial_evaluation import untouched
 
 
 class Inspection:

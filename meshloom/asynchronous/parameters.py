@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from meshloom.asynchronous.division import divide_over_servers
+from meshloom.checkpoint.checkpoint import Piece
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
 from meshloom.exchange.exchange import Slice
-from meshloom.state.checkpoint import Piece
-from meshloom.state.made import make_optimizers
-from meshloom.state.model import build_model
-from meshloom.state.optimizer import Updater
-from meshloom.state.sparse import refuse_sparse_adam
+from meshloom.optimizer.sparse_parameters import refuse_sparse_adam
+from meshloom.optimizer.updater import Updater
+from meshloom.optimizer.user_optimizer import make_optimizers
+from meshloom.parameters.model import build_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,13 +27,13 @@ from meshloom.data.data import Chunk, to_device
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.elastic.worker import Computed
 from meshloom.exchange.exchange import Slice
-from meshloom.state.buffers import RunningStatistics
-from meshloom.state.clipping import sum_of_squares
-from meshloom.state.metrics import MetricSums
-from meshloom.state.model import build_model, trainable
-from meshloom.state.not_finite import find_not_finite
-from meshloom.state.tally import Tally
-from meshloom.state.trying import naming
+from meshloom.optimizer.clipping import sum_of_squares
+from meshloom.parameters.model import build_model, trainable
+from meshloom.replica.buffers import RunningStatistics
+from meshloom.replica.loss_sums import Tally
+from meshloom.replica.metrics import MetricSums
+from meshloom.replica.not_finite import find_not_finite
+from meshloom.replica.trial_evaluation import naming
 
 
 class Computing(Protocol):

@@ -21,9 +21,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from meshloom.asynchronous.parameters import Content
+from meshloom.checkpoint.format import Piece, sync_directory
+from meshloom.checkpoint.tensor_file import write_tensors
 from meshloom.exchange.elastic.messages import Kind
-from meshloom.state.layout import Piece, sync_directory
-from meshloom.state.tensor_file import write_tensors
 
 _SUFFIX = ".safetensors"
 _NUMBERS = struct.Struct("<QQ")

@@ -31,9 +31,9 @@ from meshloom.core.plan import Plan, chunk_sizes
 from meshloom.data.data import Chunk
 from meshloom.exchange.elastic.worker import Computed
 from meshloom.launch import World
-from meshloom.replica import Replica
+from meshloom.parameters.model import state_of
+from meshloom.replica.replica import Replica
 from meshloom.report.summary import Traffic
-from meshloom.state.model import state_of
 
 T = TypeVar("T")
 

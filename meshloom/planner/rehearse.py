@@ -35,7 +35,7 @@ from meshloom.planner.kept import Kept
 from meshloom.planner.memory import OPTIMIZER_FACTOR
 from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal import Held, RankStep, Rehearsal
-from meshloom.replica import Replica
+from meshloom.replica.replica import Replica
 
 T = TypeVar("T")
 WARM_UP_STEPS = 2  # optimizer state is made in the first, memory is touched, kernels are chosen

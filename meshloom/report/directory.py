@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
+from meshloom.checkpoint.format import checkpoint_directories, committed, read_meta
 from meshloom.core.errors import ReportError
 from meshloom.report.chrome_trace import trace_text
 from meshloom.report.drawing import print_timeline
 from meshloom.report.picture import save_picture
 from meshloom.report.recording import FILE, Recording, read_recording
 from meshloom.report.timeline import idle_of
-from meshloom.state.layout import checkpoint_directories, committed, read_meta
 
 ENDINGS = (".svg", ".png", ".json")  # of a timeline's file
 

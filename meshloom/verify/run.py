@@ -21,11 +21,11 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.data import Chunk, to_device
 from meshloom.data.samples import first_batches
-from meshloom.replica import Replica, StepResult
+from meshloom.parameters.digest import digest
+from meshloom.parameters.model import build_model, check_dense_buffers, state_of
+from meshloom.parameters.pipeline_ownership import held
+from meshloom.replica.replica import Replica, StepResult
 from meshloom.report.progress import Listener
-from meshloom.state.digest import digest
-from meshloom.state.homes import held
-from meshloom.state.model import build_model, check_dense_buffers, state_of
 from meshloom.trainer import Trainer
 from meshloom.verify.hold import Holding
 from meshloom.verify.mistakes import Cause

@@ -7,9 +7,9 @@ from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.state.digest import digest
-from meshloom.state.homes import held
-from meshloom.state.model import state_of
+from meshloom.parameters.digest import digest
+from meshloom.parameters.model import state_of
+from meshloom.parameters.pipeline_ownership import held
 
 
 def first_difference(model: nn.Module, replicas: Group) -> Steps[tuple[str, int] | None]:

@@ -15,9 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshloom.core.errors import CheckpointError
-from meshloom.core.job import Job
-from meshloom.state.layout import (
+from meshloom.checkpoint.format import (
     META,
     MODEL,
     VERSION,
@@ -30,7 +28,9 @@ from meshloom.state.layout import (
     read_meta,
     step_directories,
 )
-from meshloom.state.saving import save
+from meshloom.checkpoint.saving import save
+from meshloom.core.errors import CheckpointError
+from meshloom.core.job import Job
 
 __all__ = ["Checkpoint", "Piece", "check_same_data", "find", "fingerprint_of", "save"]
 

@@ -20,11 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.group import Group
-from meshloom.comm.objects import collect, share
-from meshloom.comm.steps import Steps
-from meshloom.core.errors import CheckpointError
-from meshloom.state.layout import (
+from meshloom.checkpoint.format import (
     META,
     MODEL,
     REMOVED,
@@ -41,7 +37,11 @@ from meshloom.state.layout import (
     step_name,
     sync_directory,
 )
-from meshloom.state.tensor_file import Entry, Stream, TensorFile, widest_first
+from meshloom.checkpoint.tensor_file import Entry, Stream, TensorFile, widest_first
+from meshloom.comm.group import Group
+from meshloom.comm.objects import collect, share
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import CheckpointError
 
 Identity = tuple[str, int, int, tuple[int, ...], int]  # key, start, stop, shape, bytes
 

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.format import META, MODEL, piece_name
+from meshloom.checkpoint.tensor_file import DTYPES, Entry, tensor_bytes
+from meshloom.checkpoint.tensor_reading import NAMED_DTYPES, TensorReader, empty_bytes
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, on_first, share
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
-from meshloom.state.checkpoint import Checkpoint
-from meshloom.state.layout import META, MODEL, piece_name
-from meshloom.state.tensor_file import DTYPES, Entry, tensor_bytes
-from meshloom.state.tensor_reading import NAMED_DTYPES, TensorReader, empty_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

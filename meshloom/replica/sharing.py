@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshloom.core.job import NamedParameters
-from meshloom.state.made import Made
+from meshloom.optimizer.user_optimizer import Made
 
 
 def why_separate(made: Made, named_parameters: NamedParameters) -> str:

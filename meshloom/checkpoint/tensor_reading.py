@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from meshloom.checkpoint.checksums import joined
+from meshloom.checkpoint.tensor_file import DTYPES, Entry
 from meshloom.core.errors import CheckpointError
-from meshloom.state.checksums import joined
-from meshloom.state.tensor_file import DTYPES, Entry
 
 _BLOCK = 2**20
 NAMED_DTYPES = {text: dtype for dtype, text in DTYPES.items()}

@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.state.elementwise import Reach, reach
-from meshloom.state.json_values import NotPlainError, to_json
+from meshloom.optimizer.elementwise import Reach, reach
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshloom.checkpoint.format import Piece
+from meshloom.checkpoint.tensor_file import Entry, Stream
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.state.layout import Piece
-from meshloom.state.optimizer_state import StatePart
-from meshloom.state.shards import Shards
-from meshloom.state.tensor_file import Entry, Stream
+from meshloom.optimizer.state import StatePart
+from meshloom.parameters.shards import Shards
 from meshloom.tensor_parallel.layout.placement import even_parts
 
 

@@ -18,24 +18,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from meshloom.checkpoint.checkpoint import Piece
+from meshloom.checkpoint.json_values import from_json
+from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.mesh import Axis
 from meshloom.exchange.exchange import Ownership
-from meshloom.state.average_state import average_state
-from meshloom.state.checkpoint import Piece
-from meshloom.state.clipping import clip
-from meshloom.state.elementwise import Reach
-from meshloom.state.json_values import from_json
-from meshloom.state.made import Made, make_optimizers, make_schedulers, scheduler_values
-from meshloom.state.optimizer_state import Held, Read, StatePart, load_settings, settings, state_loader, state_pieces
-from meshloom.state.shards import Shards
-from meshloom.state.tensor_file import Stream
-from meshloom.state.whole import WholeParameters, divide
-from meshloom.state.whole_from_parts import Kept, WholeFromParts
-from meshloom.state.whole_state import whole_pieces
+from meshloom.optimizer.average_state import average_state
+from meshloom.optimizer.clipping import clip
+from meshloom.optimizer.elementwise import Reach
+from meshloom.optimizer.state import Held, Read, StatePart, load_settings, settings, state_loader, state_pieces
+from meshloom.optimizer.user_optimizer import Made, make_optimizers, make_schedulers, scheduler_values
+from meshloom.optimizer.whole import WholeParameters, divide
+from meshloom.optimizer.whole_from_parts import Kept, WholeFromParts
+from meshloom.optimizer.whole_state import whole_pieces
+from meshloom.parameters.shards import Shards
 
 
 class Updater:

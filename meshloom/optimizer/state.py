@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshloom.checkpoint.checkpoint import Piece
+from meshloom.checkpoint.json_values import NotPlainError, from_json, to_json
 from meshloom.core.errors import CheckpointError, JobError
-from meshloom.state.checkpoint import Piece
-from meshloom.state.json_values import NotPlainError, from_json, to_json
-from meshloom.state.shards import Shards
+from meshloom.parameters.shards import Shards
 
 STATE = "optimizer/"  # what all its keys begin with
 _JSON = ".json"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
-from meshloom.state.model import replace_tensors
+from meshloom.parameters.model import replace_tensors
 
 
 class Homes:

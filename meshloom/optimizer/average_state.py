@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshloom.checkpoint.json_values import NotPlainError, from_json, to_json
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
-from meshloom.state.json_values import NotPlainError, from_json, to_json
-from meshloom.state.optimizer_state import Held, place_state
+from meshloom.optimizer.state import Held, place_state
 
 
 def average_state(optimizer: Optimizer, held: Sequence[Held], group: Group, talk: Group) -> Steps[dict[str, int]]:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from meshloom.checkpoint.tensor_file import Entry, Stream, widest_first
 from meshloom.comm import pieces as moves
 from meshloom.comm.group import Group
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
-from meshloom.state.model import replace_tensors
-from meshloom.state.tensor_file import Entry, Stream, widest_first
+from meshloom.parameters.model import replace_tensors
 
 
 class Shards:

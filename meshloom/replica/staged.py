@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.checkpoint.tensor_file import Entry, Stream, widest_first
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, on_first
 from meshloom.comm.pieces import place
@@ -31,6 +32,10 @@ from meshloom.core.timings import Timings
 from meshloom.data.data import to_device
 from meshloom.data.samples import first_batches
 from meshloom.exchange.exchange import Exchange, Give
+from meshloom.parameters.digest import digest
+from meshloom.parameters.model import state_of
+from meshloom.parameters.pipeline_ownership import Homes, held
+from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.microbatches import Microbatches
 from meshloom.pipeline.runtime.run import Listener
 from meshloom.pipeline.schedules.schedule import Action
@@ -42,12 +47,7 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.fused_grad_accumulation import InPlace
 from meshloom.program.store.stored import Stored
-from meshloom.state.buffers import RunningStatistics
-from meshloom.state.digest import digest
-from meshloom.state.homes import Homes, held
-from meshloom.state.model import state_of
-from meshloom.state.shards import Shards
-from meshloom.state.tensor_file import Entry, Stream, widest_first
+from meshloom.replica.buffers import RunningStatistics
 from meshloom.tensor_parallel.division import Division
 from meshloom.tensor_parallel.loss_programs import LossPrograms
 

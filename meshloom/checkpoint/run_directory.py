@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from meshloom.checkpoint.format import committed, step_directories
+from meshloom.checkpoint.saving import try_saving
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
-from meshloom.state.layout import committed, step_directories
-from meshloom.state.saving import try_saving
 
 
 def open_directory(directory: Path | None, group: Group, *, resume: Path | None, overwrite: bool) -> Steps[list[Path]]:

@@ -23,7 +23,7 @@ from meshloom.comm import pieces as moves
 from meshloom.comm.group import Work
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
-from meshloom.state.shards import Shards
+from meshloom.parameters.shards import Shards
 
 _Way = Literal["to keeper", "back"]
 

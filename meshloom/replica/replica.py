@@ -21,6 +21,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from meshloom.checkpoint.checkpoint import Checkpoint, Piece
+from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open_together
+from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group, Work
 from meshloom.comm.objects import agree, collect
 from meshloom.comm.seat import Seat
@@ -38,7 +41,6 @@ from meshloom.data.data import Chunk, to_device
 from meshloom.data.pace import Pace
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
-from meshloom.exchange.batch_norm import bytes_per_chunk, synchronise_batch_norm, unsynchronised
 from meshloom.exchange.choose import exchange_by_name
 from meshloom.exchange.diloco import OuterStep
 from meshloom.exchange.exchange import Exchange, Give
@@ -47,29 +49,27 @@ from meshloom.exchange.nothing import Nothing
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.sparse_gradients import WithSparse
 from meshloom.exchange.zero import ZeroOne
+from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
+from meshloom.optimizer.sparse_parameters import make_dense, refuse_sparse_adam, sparse_parameters
+from meshloom.optimizer.state import STATE
+from meshloom.optimizer.updater import Updater
+from meshloom.optimizer.user_optimizer import Made, make_optimizers
+from meshloom.parameters.model import build_model, copy_from_first, facts, state_of, trainable
+from meshloom.parameters.pipeline_ownership import held
+from meshloom.parameters.replica_check import bytes_per_comparison, first_difference
+from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import Both
 from meshloom.pipeline.schedules.spans import SpanKind
 from meshloom.program.store.stored import Stored
-from meshloom.staged import Staged
-from meshloom.state.alike import bytes_per_comparison, first_difference
-from meshloom.state.buffers import RunningStatistics
-from meshloom.state.checkpoint import Checkpoint, Piece
-from meshloom.state.homes import held
-from meshloom.state.made import Made, make_optimizers
-from meshloom.state.metrics import MetricSums
-from meshloom.state.model import build_model, copy_from_first, facts, state_of, trainable
-from meshloom.state.not_finite import find_not_finite
-from meshloom.state.optimizer import Updater
-from meshloom.state.optimizer_state import STATE
-from meshloom.state.outer_state import OUTER, outer_loader, outer_pieces
-from meshloom.state.resuming import Loader, check_together, hand_over, open_together
-from meshloom.state.shards import Shards
-from meshloom.state.sharing import why_separate
-from meshloom.state.sparse import make_dense, refuse_sparse_adam, sparse_parameters
-from meshloom.state.tally import Tally
-from meshloom.state.tensor_file import Stream
-from meshloom.state.trying import naming
+from meshloom.replica.batch_norm import bytes_per_chunk, synchronise_batch_norm, unsynchronised
+from meshloom.replica.buffers import RunningStatistics
+from meshloom.replica.loss_sums import Tally
+from meshloom.replica.metrics import MetricSums
+from meshloom.replica.not_finite import find_not_finite
+from meshloom.replica.sharing import why_separate
+from meshloom.replica.staged import Staged
+from meshloom.replica.trial_evaluation import naming
 
 
 class Observer(Protocol):

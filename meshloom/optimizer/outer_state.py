@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from meshloom.checkpoint.format import Piece
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.state.layout import Piece
-from meshloom.state.optimizer_state import Held, StatePart
-from meshloom.state.shards import Shards
-from meshloom.state.whole_state import Gathered, whole_pieces
+from meshloom.optimizer.state import Held, StatePart
+from meshloom.optimizer.whole_state import Gathered, whole_pieces
+from meshloom.parameters.shards import Shards
 
 OUTER = "outer/"  # what all its keys begin with
 
