@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
+from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
-from meshloom.exchange.elastic.circumstances import Circumstances
 from meshloom.report.progress import Listener, Progress
 
 if TYPE_CHECKING:
-    from meshloom.trainer import Trainer
+    from meshloom.train.trainer import Trainer
 
 __all__ = ["Circumstances", "Evaluate", "Job", "Listener", "Mesh", "MeshloomError", "Plan", "Progress", "Trainer"]
 __version__ = "0.1.0"
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """`Trainer` is imported when it is first used: who only describes a job, as in a process that serves its parameters, starts in half the time."""
     if name == "Trainer":
-        from meshloom.trainer import Trainer
+        from meshloom.train.trainer import Trainer
 
         globals()[name] = Trainer
         return Trainer

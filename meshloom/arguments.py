@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshloom.asynchronous.options import add_asynchronous
 from meshloom.launch.devices import MOST_SIMULATED, PROCESSES_PER_CORE
-from meshloom.launch.hang import DEFAULT_SECONDS
+from meshloom.launch.processes.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
 
 TRANSPORT_HELP = "what ranks on the CPU talk through: auto (shared memory where they share a host), or gloo (default: auto)"

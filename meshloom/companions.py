@@ -33,7 +33,7 @@ from meshloom.planner.advise import Advice, advise
 from meshloom.planner.crowds import powers_and_most
 from meshloom.planner.pricing import Devices
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 ROUNDS = 5  # alone and together in turns, as machines are faster and slower from minute to minute
 SECONDS = 0.12  # of each turn, or one step

@@ -21,7 +21,7 @@ from meshloom.core.job import Job
 from meshloom.launch import run_ranks
 from meshloom.planner.pricing import Option
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 ROUNDS = 2  # there and back, as machines are faster and slower from minute to minute
 WARM_UP_STEPS = 3

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshloom.exchange.elastic.circumstances import Circumstances
-from meshloom.exchange.elastic.head import Event, Head, Restored, Rules, Snapshot, Update, first_state
-from meshloom.exchange.elastic.messages import Kind
-from meshloom.exchange.elastic.store import Storage, Store
-from meshloom.exchange.elastic.virtual import Parts, VirtualCluster
-from meshloom.exchange.elastic.worker import Computed, Task
+from meshloom.asynchronous.protocol.circumstances import Circumstances
+from meshloom.asynchronous.protocol.head import Event, Head, Restored, Rules, Snapshot, Update, first_state
+from meshloom.asynchronous.protocol.messages import Kind
+from meshloom.asynchronous.protocol.store import Storage, Store
+from meshloom.asynchronous.protocol.virtual import Parts, VirtualCluster
+from meshloom.asynchronous.protocol.worker import Computed, Task
 
 
 class Counts:

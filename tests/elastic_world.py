@@ -14,18 +14,18 @@ import torch
 from peers import WAIT_SECONDS
 from torch import Tensor
 
-from meshloom.asynchronous.checkpoints import read_content
-from meshloom.asynchronous.greetings import Description
-from meshloom.asynchronous.parameters import Content, Parameters
-from meshloom.asynchronous.replica import WorkerReplica
-from meshloom.asynchronous.serving import ServerProcess
-from meshloom.asynchronous.settings import Settings
-from meshloom.asynchronous.snapshots import read_snapshot, snapshot_name
-from meshloom.asynchronous.working import WorkerProcess, ask
-from meshloom.comm.keys import make_keys, write_key
+from meshloom.asynchronous.messaging.handshake import Description
+from meshloom.asynchronous.messaging.keys import make_keys, write_key
+from meshloom.asynchronous.roles.server_process import ServerProcess
+from meshloom.asynchronous.roles.worker_process import WorkerProcess, ask
+from meshloom.asynchronous.state.checkpoints import read_content
+from meshloom.asynchronous.state.parameters import Content, Parameters
+from meshloom.asynchronous.state.settings import Settings
+from meshloom.asynchronous.state.snapshots import read_snapshot, snapshot_name
+from meshloom.asynchronous.state.worker_model import WorkerReplica
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.launch.elastic import HEAD_KEYS, SERVER_KEY, WORKER_KEY
+from meshloom.launch.processes.elastic import HEAD_KEYS, SERVER_KEY, WORKER_KEY
 from meshloom.launch.role import Role
 
 __all__ = ["World", "read_content"]

@@ -13,11 +13,11 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from meshloom.comm.connections import Connections
-from meshloom.comm.endpoint import Endpoint
-from meshloom.comm.keys import ServerKey, WorkerKey
-from meshloom.comm.messages import Limits
-from meshloom.comm.sockets import Event, Joined, Lost, Message, Patience
+from meshloom.asynchronous.messaging.connections import Connections
+from meshloom.asynchronous.messaging.endpoint import Endpoint
+from meshloom.asynchronous.messaging.keys import ServerKey, WorkerKey
+from meshloom.asynchronous.messaging.sockets import Event, Joined, Lost, Message, Patience
+from meshloom.asynchronous.messaging.wire_format import Limits
 
 LIMITS = Limits(kinds=frozenset(range(10)), num_tensors=32, tensor_bytes=1 << 20)
 WAIT_SECONDS = 30.0  # for what comes in milliseconds where the machine is not busy

@@ -19,7 +19,7 @@ from meshloom.core.costs import ALGORITHMS
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.launch import open_world, transport
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.verified import verified
 

@@ -17,16 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from meshloom.asynchronous.division import divide_over_servers
-from meshloom.asynchronous.shares import Shares
+from meshloom.asynchronous.protocol.circumstances import Circumstances, parse_incidents
+from meshloom.asynchronous.state.division import divide_over_servers
+from meshloom.asynchronous.state.push_shares import Shares
 from meshloom.cli import main
 from meshloom.core.errors import CheckpointError, DataError, JobError, MeshloomError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, seed_everything
-from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
 from meshloom.report.progress import QUIET, Listener, Progress
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors
 
 pytestmark = pytest.mark.long

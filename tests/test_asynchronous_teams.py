@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import TrainingError
 from meshloom.core.job import Evaluate, Job
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.test_asynchronous import Run
 

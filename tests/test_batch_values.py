@@ -23,7 +23,7 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.store.programs import MOST, Programs, _key
 from meshloom.report.progress import Listener
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import vectors
 from tests.loss_jobs import EQUAL, REFUSED, STEPS, Opaque, Task, job_of, job_with

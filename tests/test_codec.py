@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from meshloom.asynchronous.codec import (
+from meshloom.asynchronous.messaging.codec import (
     FROM_SERVERS,
     FROM_WORKERS,
     SLICE_BYTES,
@@ -23,11 +23,9 @@ from meshloom.asynchronous.codec import (
     encode,
     limits_for,
 )
-from meshloom.asynchronous.division import divide_over_servers
-from meshloom.asynchronous.greetings import Ask, Hello, Tally, Terms, Welcome
-from meshloom.comm.messages import Described, Header, read_frames, write_frames
-from meshloom.core.errors import JobError, MessageError
-from meshloom.exchange.elastic.messages import (
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, Tally, Terms, Welcome
+from meshloom.asynchronous.messaging.wire_format import Described, Header, read_frames, write_frames
+from meshloom.asynchronous.protocol.messages import (
     Apply,
     Back,
     Broken,
@@ -46,6 +44,8 @@ from meshloom.exchange.elastic.messages import (
     Restore,
     Staged,
 )
+from meshloom.asynchronous.state.division import divide_over_servers
+from meshloom.core.errors import JobError, MessageError
 
 HOLDING = Holding(
     slices=(Described(dtype=torch.float32, shape=(7,)), Described(dtype=torch.bfloat16, shape=(3,)), Described(dtype=torch.float64, shape=(0,))),

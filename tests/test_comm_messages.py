@@ -9,8 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshloom.comm.messages import DTYPES, Buffer, Described, Header, Limits, read_frames, read_header, write_frames, write_header
-from meshloom.comm.sockets import receive, send
+from meshloom.asynchronous.messaging.sockets import receive, send
+from meshloom.asynchronous.messaging.wire_format import (
+    DTYPES,
+    Buffer,
+    Described,
+    Header,
+    Limits,
+    read_frames,
+    read_header,
+    write_frames,
+    write_header,
+)
 from meshloom.core.errors import MessageError
 
 LIMITS = Limits(kinds=frozenset(range(1 << 16)), num_tensors=4, tensor_bytes=1 << 20)

@@ -14,7 +14,7 @@ from torch import nn
 from meshloom.core.compiled import named_as_written, without_compilation
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import MLP, make_job
 

@@ -23,7 +23,7 @@ from meshloom.exchange.buckets.error_feedback import ErrorFeedback
 from meshloom.exchange.buckets.powersgd import PowerSGD
 from meshloom.exchange.buckets.reduction import Reduction
 from meshloom.exchange.buckets.topk import TopK
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.exchange_world import data

@@ -24,7 +24,7 @@ from meshloom.program.cost.rates import Rates
 from meshloom.program.operators.linears import GatheredLinears
 from meshloom.tensor_parallel.division import Division
 from meshloom.tensor_parallel.sent_bytes import Sent, sent_at_the_end, sent_in_chunk
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.families.family import own_loss
 from tests.jobs import Samples
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from meshloom.asynchronous.protocol.circumstances import Circumstances, Incident, parse_incidents
+from meshloom.asynchronous.protocol.clocks import Clocks
+from meshloom.asynchronous.protocol.ledger import Ledger
 from meshloom.core.errors import PlanError, TrainingError
-from meshloom.exchange.elastic.circumstances import Circumstances, Incident, parse_incidents
-from meshloom.exchange.elastic.clocks import Clocks
-from meshloom.exchange.elastic.ledger import Ledger
 from tests.counting import Account, Counts, ahead, applied, count
 
 MOMENTS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.5, 7.0, 7.01, 9.0, 12.0, 16.0])  # some fall together with a step's end

@@ -30,11 +30,11 @@ from peers import (
     worker,
 )
 
-from meshloom.comm.connections import Connections
-from meshloom.comm.endpoint import Endpoint
-from meshloom.comm.keys import WorkerKey, make_keys
-from meshloom.comm.messages import Described, Header, Limits, write_header
-from meshloom.comm.sockets import Event, Joined, Lost, Message, Patience
+from meshloom.asynchronous.messaging.connections import Connections
+from meshloom.asynchronous.messaging.endpoint import Endpoint
+from meshloom.asynchronous.messaging.keys import WorkerKey, make_keys
+from meshloom.asynchronous.messaging.sockets import Event, Joined, Lost, Message, Patience
+from meshloom.asynchronous.messaging.wire_format import Described, Header, Limits, write_header
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 
@@ -163,7 +163,7 @@ def test_what_a_failed_connection_has_opened_does_not_keep_a_worker(monkeypatch:
         raise zmq.ZMQError(zmq.EADDRINUSE)
 
     connections = worker("127.0.0.1:9")
-    monkeypatch.setattr("meshloom.comm.line.Watch", no_watch)
+    monkeypatch.setattr("meshloom.asynchronous.messaging.line.Watch", no_watch)
     with pytest.raises(zmq.ZMQError):
         connections.poll(0.0)
     closing = threading.Thread(target=connections.close, args=(0.0,), daemon=True)

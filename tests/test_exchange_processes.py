@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshloom.cli import main
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.processes import on_ranks
 from tests.verified import verified

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from meshloom.core.errors import CaptureError
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.trace.frozen import line_that_changes
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

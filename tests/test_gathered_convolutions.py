@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from meshloom.core.job import Job
 from meshloom.program.operators.convolutions import GatheredConvolutions
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.division import at_random, compare, subject_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]

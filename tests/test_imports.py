@@ -152,8 +152,11 @@ def imported_at_once() -> dict[str, set[str]]:
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("meshloom.cli", {"meshloom.trainer", "meshloom.planner", "meshloom.graph", "meshloom.state", "meshloom.verify", "rich", "scipy"}),
-        ("meshloom.commands.describe", {"meshloom.trainer", "meshloom.asynchronous", "meshloom.replica.replica", "meshloom.verify", "zmq", "scipy"}),
+        ("meshloom.cli", {"meshloom.train.trainer", "meshloom.planner", "meshloom.graph", "meshloom.state", "meshloom.verify", "rich", "scipy"}),
+        (
+            "meshloom.commands.describe",
+            {"meshloom.train.trainer", "meshloom.asynchronous", "meshloom.replica.replica", "meshloom.verify", "zmq", "scipy"},
+        ),
         ("meshloom.commands.train", {"meshloom.planner.pricing", "meshloom.verify", "zmq", "scipy"}),
     ],
 )

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from meshloom.core.errors import CaptureError
 from meshloom.core.plan import Plan
 from meshloom.program.trace.inner_gradients import transforms_ended
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.loss_jobs import job_of
 

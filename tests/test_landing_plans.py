@@ -17,7 +17,7 @@ from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.program.operators.fused_grad_accumulation import InPlace, Room
 from meshloom.program.run.with_fused_accumulation import LandedLinear, with_landing
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
 from tests.jobs import make_job

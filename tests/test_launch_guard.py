@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.launch.guard import Guard
+from meshloom.launch.processes.guard import Guard
 
 pytestmark = pytest.mark.processes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from meshloom.comm.liveness.activity import Snapshot
 from meshloom.core.mesh import Mesh
-from meshloom.launch.hang import LOOK_SECONDS, HangWatch, ProcessState
+from meshloom.launch.processes.hang import LOOK_SECONDS, HangWatch, ProcessState
 
 MESH = Mesh(dp=2, pp=2)  # ranks 0 and 2 are a replica, and so are 1 and 3
 STUCK = Snapshot(phase="computing", step=12, stage=1, kind="F", microbatch=3, since=100.0, moved=100.0, waits=False, longest_seconds=0.02)

@@ -17,7 +17,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.local_sgd import TakeMean
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import GPT, class_loss, make_job, vectors

@@ -13,7 +13,7 @@ from meshloom.core.errors import JobError, MeshloomError
 from meshloom.core.job import Evaluate
 from meshloom.data.chunks import Chunk
 from meshloom.replica.metrics import MetricSums
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from meshloom.program.capture.capture import capture
 from meshloom.program.capture.check import check_against_eager
 from meshloom.program.trace.precision import build_model
 from meshloom.report.progress import Listener
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import class_loss, vectors

@@ -8,7 +8,7 @@ from meshloom.cli import main
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.job import Job
 from meshloom.launch import choose_for_workers
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.machine import machine
 

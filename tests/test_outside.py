@@ -20,7 +20,7 @@ from meshloom.core.errors import CaptureError, MeshloomError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.program.capture.outside import Outside
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import GPT, Samples, token_loss, vectors
 from tests.loss_jobs import EQUAL, REFUSED, job_of, job_with, mlp

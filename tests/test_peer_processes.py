@@ -17,8 +17,8 @@ import torch
 from peers import WAIT_SECONDS, is_lost, kinds_of, meet, poll_until, receive, server, worker
 from processes import CONTEXT
 
-from meshloom.comm.messages import Header, Limits
-from meshloom.comm.sockets import Joined, Message, Patience
+from meshloom.asynchronous.messaging.sockets import Joined, Message, Patience
+from meshloom.asynchronous.messaging.wire_format import Header, Limits
 from meshloom.core.errors import MessageError, PeerLostError
 
 pytestmark = pytest.mark.processes

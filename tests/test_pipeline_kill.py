@@ -19,8 +19,8 @@ import pytest
 
 from meshloom.core.errors import PeerLostError
 from meshloom.core.plan import Plan
-from meshloom.launch.signals import ONE_REQUEST_SECONDS
-from meshloom.trainer import Trainer
+from meshloom.launch.processes.signals import ONE_REQUEST_SECONDS
+from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.killing import (
     SECONDS_TO_TELL,

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshloom.core.errors import CaptureError, JobError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
 from tests.jobs import make_job

@@ -23,7 +23,7 @@ from meshloom.planner import rehearse as planner_rehearse
 from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearse import free_bytes, rehearse
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 PLANS = [

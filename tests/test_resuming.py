@@ -33,7 +33,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CheckpointError
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.processes import on_ranks
 from tests.saving_jobs import SHAPES, save_step, state_of, weights_of

@@ -25,7 +25,7 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Evaluate, Job
 from meshloom.report.progress import Listener
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 ASYNC = "dp=2,exchange=async"
 FILE = str(Path(__file__).with_name("job_file.py"))

@@ -13,7 +13,7 @@ import torch
 from meshloom.core.plan import Plan
 from meshloom.exchange.server import Server
 from meshloom.exchange.slices import OwnedSlices
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import GPT, make_job
 

@@ -13,19 +13,19 @@ import torch
 from elastic_world import World
 from peers import WAIT_SECONDS
 
-from meshloom.asynchronous.codec import decode, encode
-from meshloom.asynchronous.greetings import Ask, Hello, Terms
-from meshloom.asynchronous.outbox import Outbox
-from meshloom.asynchronous.serving import MOST_FOR_WORKERS
-from meshloom.asynchronous.working import ask
-from meshloom.comm.connections import Connections
-from meshloom.comm.messages import Header, Limits
-from meshloom.comm.sockets import Joined, Message
+from meshloom.asynchronous.messaging.codec import decode, encode
+from meshloom.asynchronous.messaging.connections import Connections
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, Terms
+from meshloom.asynchronous.messaging.outbox import Outbox
+from meshloom.asynchronous.messaging.sockets import Joined, Message
+from meshloom.asynchronous.messaging.wire_format import Header, Limits
+from meshloom.asynchronous.protocol.messages import Join
+from meshloom.asynchronous.roles.server_process import MOST_FOR_WORKERS
+from meshloom.asynchronous.roles.worker_process import ask
 from meshloom.core.errors import JobError, MessageError
 from meshloom.core.job import Job
-from meshloom.exchange.elastic.messages import Join
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 
 pytestmark = pytest.mark.long

@@ -21,7 +21,7 @@ from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
 from meshloom.replica.sharing import why_separate
 from meshloom.report.progress import Listener
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify
 from tests.covering import few

@@ -25,7 +25,7 @@ from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
 from meshloom.report.progress import Listener
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.exchange_world import Net, data
 from tests.jobs import GPT, make_job

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshloom.asynchronous.parameters import Content, Parameters
-from meshloom.asynchronous.snapshots import Numbers, SnapshotFiles, read_snapshot, snapshot_name
-from meshloom.exchange.elastic.messages import Kind
+from meshloom.asynchronous.protocol.messages import Kind
+from meshloom.asynchronous.state.parameters import Content, Parameters
+from meshloom.asynchronous.state.snapshots import Numbers, SnapshotFiles, read_snapshot, snapshot_name
 from tests.jobs import make_job
 
 FIRST = Kind(incarnation=0, state={"ledger": {"next_share": 0, "free": []}, "ages": {}})

@@ -20,7 +20,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.exchange import sparse_gradients as sparse
 from meshloom.report.progress import QUIET, Listener
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
 

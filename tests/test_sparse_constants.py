@@ -16,7 +16,7 @@ from meshloom.program.capture.capture import capture
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.cost import costs
 from meshloom.program.ir.transfer import pack, unpack
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 
 NODES, KINDS = 12, 3

@@ -13,9 +13,9 @@ from jobs import make_job
 from saving_jobs import names_in
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.launch import signals
+from meshloom.launch.processes import signals
 from meshloom.report.progress import QUIET, Listener
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.covering import few
 
 

@@ -26,7 +26,7 @@ from meshloom.program.store import programs as module
 from meshloom.program.store import stored as stored_module
 from meshloom.program.store.programs import Programs
 from meshloom.program.store.stored import Stored
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

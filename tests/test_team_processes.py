@@ -12,7 +12,7 @@ from elastic_runs import ElasticRun, left
 from safetensors.torch import load_file
 
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests import elastic_job
 
 pytestmark = pytest.mark.processes

@@ -16,7 +16,7 @@ from meshloom.core.job import Job
 from meshloom.core.jobfile import load_job
 from meshloom.program.capture.check import check_against_eager
 from meshloom.program.store.programs import Programs
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 EXAMPLE = Path(__file__).parents[1] / "examples/06_tensor_parallel.py"

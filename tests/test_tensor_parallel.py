@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from meshloom.core.errors import CaptureError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
 from tests.jobs import Samples, make_job

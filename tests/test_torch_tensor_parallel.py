@@ -38,7 +38,7 @@ from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.tensor_parallel.search.choose import choose
 from meshloom.tensor_parallel.sent_bytes import sent_at_the_end, sent_in_chunk
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from tests.jobs import Samples
 from tests.processes import on_ranks
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.asynchronous.replica import WorkerReplica
+from meshloom.asynchronous.state.worker_model import WorkerReplica
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.replica import chunk_writes, recurrence
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.buffer_jobs import CASES, Annealed, Sliced, Trained, by_the_rule, job_of
 from tests.covering import few

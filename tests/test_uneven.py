@@ -22,7 +22,7 @@ from meshloom.core.random import model_seed, sample_order, seed_everything
 from meshloom.data.map_data import MapReader
 from meshloom.replica.loss_sums import Tally
 from meshloom.report.progress import QUIET, Listener
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.reference import Reference
 from meshloom.verify.report import Report
 from meshloom.verify.run import verify

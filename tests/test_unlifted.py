@@ -20,7 +20,7 @@ from meshloom.program.capture.unlifted import unlifted
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.layout.placement import Part
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 
 

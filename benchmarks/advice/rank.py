@@ -18,7 +18,7 @@ from typing import Any
 from jobs import JOBS
 
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Batch, Trainer
+from meshloom.train.trainer import Batch, Trainer
 
 WARM_UP_STEPS = 3
 

@@ -19,7 +19,7 @@ import torch
 
 from meshloom.core.job import Job
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLANS = [

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from job import make_job
 
 from meshloom.report.progress import Listener
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parents[1]))
 from launched import launched

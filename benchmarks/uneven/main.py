@@ -21,7 +21,7 @@ import job as jobs
 import torch
 
 from meshloom.report.progress import QUIET
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parents[1]))
 from launched import launched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from meshloom.asynchronous.playing import play
+from meshloom.asynchronous.start_role import play
 from meshloom.launch import launched_role, leave, report_failure
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from meshloom.asynchronous.protocol.head import Update
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.exchange.elastic.head import Update
 from meshloom.report.progress import Progress, Summary
 from meshloom.report.summary import TimeShares, Traffic
 from meshloom.report.terminal import how_many

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from meshloom.asynchronous.settings import DEFAULT_LISTEN, DEFAULT_SNAPSHOT_EVERY, Settings
+from meshloom.asynchronous.protocol.circumstances import Circumstances, parse_incidents
+from meshloom.asynchronous.state.settings import DEFAULT_LISTEN, DEFAULT_SNAPSHOT_EVERY, Settings
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.exchange.elastic.circumstances import Circumstances, parse_incidents
 
 _OF_A_RUN = ("steps", "out", "resume", "overwrite", "snapshot_every", "listen", "json", "step_seconds", "latency_seconds", "incidents")
 _OF_ASYNC = ("snapshot_every", "listen", "step_seconds", "latency_seconds", "incidents")

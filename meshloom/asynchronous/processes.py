@@ -23,21 +23,21 @@ from typing import Any
 import torch
 
 from meshloom.asynchronous.account import Account
-from meshloom.asynchronous.checkpoints import Start
-from meshloom.asynchronous.inspection import Inspection
-from meshloom.asynchronous.looking import Look
-from meshloom.asynchronous.replica import WorkerReplica
-from meshloom.asynchronous.settings import Settings, inner_plan
-from meshloom.asynchronous.shares import Shares
-from meshloom.asynchronous.snapshots import due_path
+from meshloom.asynchronous.protocol.circumstances import Circumstances
+from meshloom.asynchronous.protocol.head import Update
+from meshloom.asynchronous.state.checkpoints import Start
+from meshloom.asynchronous.state.evaluation_thread import Look
+from meshloom.asynchronous.state.push_shares import Shares
+from meshloom.asynchronous.state.settings import Settings, inner_plan
+from meshloom.asynchronous.state.snapshot_evaluation import Inspection
+from meshloom.asynchronous.state.snapshots import due_path
+from meshloom.asynchronous.state.worker_model import WorkerReplica
 from meshloom.core.errors import CheckpointError, PlanError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.exchange.elastic.circumstances import Circumstances
-from meshloom.exchange.elastic.head import Update
-from meshloom.launch.elastic import ElasticProcesses, Program
 from meshloom.launch.failure import EndedError
-from meshloom.launch.signals import noted_signals
+from meshloom.launch.processes.elastic import ElasticProcesses, Program
+from meshloom.launch.processes.signals import noted_signals
 from meshloom.report.progress import Listener, Summary
 from meshloom.report.summary import TimeShares
 

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 
 from meshloom.asynchronous.account import Account
-from meshloom.asynchronous.checkpoints import Start
-from meshloom.asynchronous.inspection import Inspection
-from meshloom.asynchronous.parameters import Content, Parameters
-from meshloom.asynchronous.replica import WorkerReplica
-from meshloom.asynchronous.settings import Settings, inner_plan
-from meshloom.asynchronous.shares import Shares
-from meshloom.asynchronous.team import TeamReplica
+from meshloom.asynchronous.protocol.head import Expelled, Head, Restored, Snapshot, Update
+from meshloom.asynchronous.protocol.store import Storage, Store
+from meshloom.asynchronous.protocol.virtual import Parts, VirtualCluster
+from meshloom.asynchronous.protocol.worker import Computed, Task
+from meshloom.asynchronous.roles.worker_team import TeamReplica
+from meshloom.asynchronous.state.checkpoints import Start
+from meshloom.asynchronous.state.parameters import Content, Parameters
+from meshloom.asynchronous.state.push_shares import Shares
+from meshloom.asynchronous.state.settings import Settings, inner_plan
+from meshloom.asynchronous.state.snapshot_evaluation import Inspection
+from meshloom.asynchronous.state.worker_model import WorkerReplica
 from meshloom.core.errors import DeviceError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.exchange.elastic.head import Expelled, Head, Restored, Snapshot, Update
-from meshloom.exchange.elastic.store import Storage, Store
-from meshloom.exchange.elastic.virtual import Parts, VirtualCluster
-from meshloom.exchange.elastic.worker import Computed, Task
 from meshloom.launch import World
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.report.progress import Listener, Summary

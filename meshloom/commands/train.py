@@ -19,14 +19,14 @@ from meshloom.report.progress import Listener
 from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary
 from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal
-from meshloom.trainer import Trainer
+from meshloom.train.trainer import Trainer
 
 
 def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Timings) -> int:
     """Exit code 0. timings: what the start took until now."""
     plan = plan_of(arguments)
     if arguments.join is not None:
-        from meshloom.asynchronous.playing import join
+        from meshloom.asynchronous.start_role import join
 
         join(job, arguments.target, arguments.words, plan if arguments.plan else None, arguments.join, Path(arguments.key), arguments.timeout)
         return 0

@@ -29,11 +29,11 @@ from __future__ import annotations
 
 from meshloom.launch.devices import DEVICES, Kind, check_ranks, choose_devices, choose_for_workers, default_ranks
 from meshloom.launch.environment import cache_directory, is_first_rank, is_rank, launched_plan, launched_role, launching_seconds
+from meshloom.launch.events import tell
 from meshloom.launch.failure import leave, report_failure, report_stop
-from meshloom.launch.launcher import run_ranks
 from meshloom.launch.opening import check_timeout, open_world
-from meshloom.launch.signals import StopRequests
-from meshloom.launch.telling import tell
+from meshloom.launch.processes.launcher import run_ranks
+from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import LocalRank, World
 from meshloom.machine.cores import cores
 

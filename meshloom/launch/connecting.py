@@ -15,8 +15,8 @@ from meshloom.comm.network.hosts import HostsGroup, HostsParts
 from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.mesh import Mesh
+from meshloom.launch.names import rank_name
 from meshloom.launch.transport import Hosts, Transports
-from meshloom.launch.wording import rank_name
 
 
 class Connections:

@@ -9,7 +9,7 @@ import torch
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
 from meshloom.launch.environment import current_seat, threads_per_rank
-from meshloom.launch.wording import counted, visible_gpus
+from meshloom.launch.names import counted, visible_gpus
 from meshloom.machine.cores import cores
 
 Kind = Literal["cuda", "cpu", "simulated"]

@@ -18,8 +18,8 @@ from meshloom.core.errors import DataError, DeviceError, MeshloomError, PeerLost
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import current_seat, launched_plan, wants_full_traceback
-from meshloom.launch.telling import tell
-from meshloom.launch.wording import capital, rank_name
+from meshloom.launch.events import tell
+from meshloom.launch.names import capital, rank_name
 
 
 def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:

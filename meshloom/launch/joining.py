@@ -35,10 +35,10 @@ from meshloom.launch.environment import (
     launched_transport,
     scratch_directory,
 )
+from meshloom.launch.events import STACK_SIGNAL, tell
 from meshloom.launch.failure import leave, report_failure
-from meshloom.launch.telling import STACK_SIGNAL, tell
+from meshloom.launch.names import counted, rank_name, used_axes, visible_gpus
 from meshloom.launch.transport import agreed_transports
-from meshloom.launch.wording import counted, rank_name, used_axes, visible_gpus
 from meshloom.launch.world import LocalRank, World
 from meshloom.machine.cores import cores
 

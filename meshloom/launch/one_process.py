@@ -12,7 +12,7 @@ from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Axis, Mesh
 from meshloom.launch.devices import Kind
-from meshloom.launch.wording import counted, rank_name, used_axes, visible_gpus
+from meshloom.launch.names import counted, rank_name, used_axes, visible_gpus
 from meshloom.launch.world import LocalRank, World
 
 

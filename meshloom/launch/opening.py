@@ -10,9 +10,9 @@ from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.devices import check_devices, check_ranks
 from meshloom.launch.environment import current_seat
 from meshloom.launch.joining import join
+from meshloom.launch.names import counted, sizes
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.transport import check_transport
-from meshloom.launch.wording import counted, sizes
 from meshloom.launch.world import World
 
 MOST_SECONDS = 1e7  # a timeout: 115 days

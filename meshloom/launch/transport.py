@@ -20,7 +20,7 @@ from pathlib import Path
 from meshloom.comm.network.signed_store import SignedStore
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
-from meshloom.launch.wording import counted, rank_name
+from meshloom.launch.names import counted, rank_name
 
 TRANSPORTS = ("auto", "gloo")
 Hosts = tuple[tuple[int, ...], ...]

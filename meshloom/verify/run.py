@@ -26,7 +26,8 @@ from meshloom.parameters.model import build_model, check_dense_buffers, state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.replica.replica import Replica, StepResult
 from meshloom.report.progress import Listener
-from meshloom.trainer import Trainer
+from meshloom.train.one_at_a_time import working_alone
+from meshloom.train.trainer import Trainer
 from meshloom.verify.hold import Holding
 from meshloom.verify.mistakes import Cause
 from meshloom.verify.nodes import first_difference
@@ -35,7 +36,6 @@ from meshloom.verify.records import ChunkRecord, ModuleOutput, StepRecord
 from meshloom.verify.reference import Reference
 from meshloom.verify.report import Report
 from meshloom.verify.watch import ModuleWatch, digest_values
-from meshloom.working import working_alone
 
 
 def verify(

@@ -1,0 +1,267 @@
+"""Turns what workers, servers and the head say into a header and tensors, and back: numbers and tensors, nothing else.
+
+    first tensor     int64: the message's whole numbers, in the order of the table below; -1 stands for none
+    second tensor    float64: its other numbers
+    the rest         of what a server holds: which of it is there (uint8, 0 or 1), then each that is, in slices of `SLICE_BYTES`
+
+What does not fit the table, or this server's slices of the parameters, is refused with `MessageError` before anything is done with it. The head's state, which
+is of no fixed size, stays on server 0 and never travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.asynchronous.messaging.handshake import DIGEST_BYTES, Ask, Hello, Tally, Terms, Welcome
+from meshloom.asynchronous.messaging.wire_format import CODES, Described, Header, Limits
+from meshloom.asynchronous.protocol.messages import (
+    Apply,
+    Back,
+    Broken,
+    Done,
+    Drop,
+    Give,
+    Join,
+    Keep,
+    Kept,
+    Kind,
+    Leave,
+    Part,
+    Push,
+    Rejoin,
+    Report,
+    Restore,
+    Staged,
+)
+from meshloom.core.errors import JobError, MessageError
+from meshloom.exchange.exchange import Slice
+
+SLICE_BYTES = 4 << 20
+MOST_TEXTS = 64  # slices of a text
+MOST_SNAPSHOTS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """A message's number, and the names of its whole and its other numbers."""
+
+    kind: int
+    whole: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+
+
+_FORMS: dict[type, _Form] = {
+    # worker -> server
+    Ask: _Form(kind=1),
+    Hello: _Form(kind=2, whole=("worker",)),
+    Tally: _Form(kind=3, whole=("worker",), other=("seconds", "computing", "reading")),
+    Join: _Form(kind=4, whole=("worker",)),
+    Leave: _Form(kind=5, whole=("worker", "incarnation", "pushed")),
+    Push: _Form(kind=6, whole=("worker", "incarnation", "ticket"), other=("loss", "norm")),
+    # server -> worker
+    Terms: _Form(kind=11),
+    Welcome: _Form(kind=12, whole=("worker",)),
+    Part: _Form(kind=13, whole=("server", "incarnation", "ticket", "share", "version")),
+    Rejoin: _Form(kind=14, whole=("ticket",)),
+    Done: _Form(kind=15),
+    # server -> head
+    Staged: _Form(kind=21, whole=("server", "incarnation", "worker", "ticket"), other=("loss", "norm")),
+    Broken: _Form(kind=24, whole=("server", "worker")),
+    Kept: _Form(kind=22, whole=("server", "incarnation", "version")),
+    Back: _Form(kind=23, whole=("server", "asked", "newest")),
+    # head -> server
+    Report: _Form(kind=31, whole=("incarnation",)),
+    Apply: _Form(kind=32, whole=("incarnation", "worker", "ticket", "version"), other=("loss", "norm", "rate")),
+    Give: _Form(kind=33, whole=("incarnation", "worker", "ticket", "share", "version")),
+    Keep: _Form(kind=34, whole=("incarnation", "version", "forget_before")),
+    Drop: _Form(kind=35, whole=("incarnation", "worker", "ticket")),
+    Restore: _Form(kind=36, whole=("incarnation", "version")),
+}
+_KINDS = {form.kind: made for made, form in _FORMS.items()}
+_MAY_LACK = {(Hello, "worker"), (Leave, "incarnation"), (Leave, "pushed"), (Rejoin, "ticket"), (Back, "asked")}
+_NONE = {(Hello, "worker"), (Rejoin, "ticket"), (Back, "asked")}  # there -1 is None, elsewhere itself
+FROM_WORKERS = frozenset(_FORMS[each].kind for each in (Ask, Hello, Tally, Join, Leave, Push))
+TO_WORKERS = frozenset(_FORMS[each].kind for each in (Terms, Welcome, Part, Rejoin, Done))
+FROM_SERVERS = frozenset(_FORMS[each].kind for each in (Staged, Broken, Kept, Back))
+TO_SERVERS = frozenset(_FORMS[each].kind for each in (Report, Apply, Give, Keep, Drop, Restore))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What a server holds, as far as messages say it. slices: flat. buffers: by name; server 0 has them."""
+
+    slices: tuple[Described, ...]
+    buffers: Mapping[str, Described]
+
+    @staticmethod
+    def of(division: Sequence[Sequence[Slice]], buffers: Mapping[str, Tensor]) -> list[Holding]:
+        """Of all servers."""
+        return [
+            Holding(
+                slices=tuple(_travelling(each.parameter.dtype, (each.stop - each.start,)) for each in slices),
+                buffers={name: _travelling(each.dtype, tuple(each.shape)) for name, each in buffers.items()} if number == 0 else {},
+            )
+            for number, slices in enumerate(division)
+        ]
+
+    @property
+    def num_tensors(self) -> int:
+        """In the longest message about it."""
+        described = [*self.slices, *self.buffers.values()]
+        return 4 + sum(max(1, -(-prod(each.shape) // _elements(each.dtype))) for each in described)
+
+
+def limits_for(kinds: frozenset[int], holdings: Sequence[Holding] = ()) -> Limits:
+    """What a peer of such messages takes at most."""
+    return Limits(kinds=kinds, num_tensors=max([2 + MOST_TEXTS, *(each.num_tensors for each in holdings)]), tensor_bytes=SLICE_BYTES)
+
+
+def encode(message: Any, holding: Holding | None = None) -> tuple[Header, list[Tensor]]:
+    """Header and tensors; the message's own tensors are not copied. holding: of the server that sends or gets a `Part` or `Push`."""
+    form = _FORMS[type(message)]
+    whole = [-1 if (value := getattr(message, name)) is None else value for name in form.whole]
+    tensors = [torch.tensor(whole, dtype=torch.int64), torch.tensor([getattr(message, name) for name in form.other], dtype=torch.float64)]
+    match message:
+        case Push():
+            assert holding
+            changes: Mapping[str, Tensor] = message.changes or {}
+            tensors += _encode_held(message.gradients, holding.slices) + _encode_held(
+                [changes.get(name) for name in holding.buffers], [*holding.buffers.values()]
+            )
+        case Part():
+            assert holding
+            buffers: Mapping[str, Tensor] = message.buffers or {}
+            tensors += _encode_held(message.values, holding.slices) + _encode_held(
+                [buffers[name] for name in holding.buffers], [*holding.buffers.values()]
+            )
+        case Back():
+            rows = [[version, kind.incarnation] for version, kind in message.snapshots.items()]
+            tensors.append(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 2))
+        case Terms():
+            tensors += _chunks(torch.frombuffer(bytearray(message.text.encode()), dtype=torch.uint8)) if message.text else []
+        case Hello():
+            tensors.append(torch.frombuffer(bytearray(message.digest), dtype=torch.uint8))
+        case _:
+            pass
+    return Header(kind=form.kind), tensors
+
+
+def decode(header: Header, tensors: Sequence[Tensor], holding: Holding | None = None) -> Any:
+    """The message. Raises `MessageError` for what `encode` would not have made of it, given the same holding."""
+    made = _KINDS.get(header.kind)
+    if made is None or header != Header(kind=header.kind):
+        raise MessageError(f"A message with the header {header}, which is none of an asynchronous run.")
+    form, name = _FORMS[made], made.__name__
+    if len(tensors) < 2:
+        raise MessageError(f"A {name} without its numbers.")
+    whole = _numbers(tensors[0], len(form.whole), torch.int64, name)
+    other = _numbers(tensors[1], len(form.other), torch.float64, name)
+    fields: dict[str, Any] = dict(zip((*form.whole, *form.other), (*whole, *other), strict=True))
+    for each, value in zip(form.whole, whole, strict=True):
+        if value < (-1 if (made, each) in _MAY_LACK else 0):
+            raise MessageError(f"A {name} with {each}={value}.")
+        if value == -1 and (made, each) in _NONE:
+            fields[each] = None
+    rest = iter(tensors[2:])
+    if made is Push or made is Part:
+        if holding is None:
+            raise MessageError(f"A {name}, which says nothing to this peer.")
+        held = _decode_held(rest, holding.slices, name, all_there=made is Part)
+        states = _decode_held(rest, [*holding.buffers.values()], name, all_there=made is Part)
+        found = {each: state for each, state in zip(holding.buffers, states, strict=True) if state is not None}
+        fields |= {"gradients": held, "changes": found} if made is Push else {"values": held, "buffers": found if holding.buffers else None}
+        if not holding.buffers:
+            fields |= {"changes": None} if made is Push else {}
+    elif made is Back:
+        fields["snapshots"] = {version: Kind(incarnation=incarnation, state=None) for version, incarnation in _rows(next(rest, None))}
+    elif made is Keep:
+        fields["state"] = None
+    elif made is Terms:
+        fields["text"] = _text(rest)
+    elif made is Hello:
+        fields["digest"] = _digest(next(rest, None))
+    if next(rest, None) is not None:
+        raise MessageError(f"A {name} with more tensors than it has.")
+    return made(**fields)
+
+
+def _numbers(tensor: Tensor, count: int, dtype: torch.dtype, name: str) -> list[Any]:
+    if tensor.dtype != dtype or tuple(tensor.shape) != (count,):
+        raise MessageError(f"A {name} with {tuple(tensor.shape)} numbers of {tensor.dtype} instead of {count} of {dtype}.")
+    return tensor.tolist()
+
+
+def _elements(dtype: torch.dtype) -> int:
+    """Of a slice that travels."""
+    return SLICE_BYTES // dtype.itemsize
+
+
+def _chunks(flat: Tensor) -> list[Tensor]:
+    return list(flat.split(_elements(flat.dtype))) if flat.numel() else [flat]
+
+
+def _travelling(dtype: torch.dtype, shape: tuple[int, ...]) -> Described:
+    if dtype not in CODES:
+        raise JobError(f"exchange=async sends parameters and buffers in messages, which cannot carry {dtype}. Use another exchange.")
+    return Described(dtype=dtype, shape=shape)
+
+
+def _encode_held(tensors: Sequence[Tensor | None], described: Sequence[Described]) -> list[Tensor]:
+    there = torch.tensor([each is not None for each in tensors], dtype=torch.uint8)
+    found: list[Tensor] = []
+    for tensor, each in zip(tensors, described, strict=True):
+        if tensor is not None:
+            assert tuple(tensor.shape) == each.shape and tensor.dtype == each.dtype, f"{tuple(tensor.shape)} {tensor.dtype} for {each}"
+            found += _chunks(tensor.detach().to("cpu").contiguous().reshape(-1))
+    return [there, *found]
+
+
+def _decode_held(rest: Iterator[Tensor], described: Sequence[Described], name: str, *, all_there: bool) -> list[Tensor | None]:
+    there = next(rest, None)
+    if there is None or there.dtype != torch.uint8 or tuple(there.shape) != (len(described),) or int(there.max() if len(described) else 0) > 1:
+        raise MessageError(f"A {name} that does not say which of {len(described)} tensors are there.")
+    if all_there and not bool(there.all()):
+        raise MessageError(f"A {name} that lacks some of {len(described)} tensors.")
+    return [_decode_one(rest, each, name) if present else None for present, each in zip(there.tolist(), described, strict=True)]
+
+
+def _decode_one(rest: Iterator[Tensor], described: Described, name: str) -> Tensor:
+    left, parts = prod(described.shape), list[Tensor]()
+    while left or not parts:
+        part, count = next(rest, None), min(left, _elements(described.dtype))
+        if part is None or part.dtype != described.dtype or tuple(part.shape) != (count,):
+            found = "nothing" if part is None else f"{tuple(part.shape)} of {part.dtype}"
+            raise MessageError(f"A {name} with {found} where {count} elements of {described.dtype} should be.")
+        parts.append(part)
+        left -= count
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(described.shape)
+
+
+def _rows(tensor: Tensor | None) -> list[list[int]]:
+    if tensor is None or tensor.dtype != torch.int64 or tensor.ndim != 2 or tensor.shape[1] != 2 or len(tensor) > MOST_SNAPSHOTS:
+        raise MessageError("A Back whose snapshots are no pairs of version and incarnation.")
+    if tensor.numel() and int(tensor.min()) < 0:
+        raise MessageError("A Back with snapshots of numbers below 0.")
+    return tensor.tolist()
+
+
+def _text(rest: Iterator[Tensor]) -> str:
+    parts = list(rest)
+    if any(part.dtype != torch.uint8 or part.ndim != 1 for part in parts) or len(parts) > MOST_TEXTS:
+        raise MessageError("Terms that are no text.")
+    try:
+        return b"".join(part.numpy().tobytes() for part in parts).decode()
+    except UnicodeDecodeError:
+        raise MessageError("Terms that are no text.") from None
+
+
+def _digest(tensor: Tensor | None) -> bytes:
+    if tensor is None or tensor.dtype != torch.uint8 or tuple(tensor.shape) != (DIGEST_BYTES,):
+        raise MessageError(f"A Hello without a digest of {DIGEST_BYTES} bytes.")
+    return tensor.numpy().tobytes()

@@ -1,0 +1,105 @@
+"""A worker's end: connections to the servers of its job, each made again whenever it ends.
+
+    with Connections(["192.168.0.5:5000"], key, limits) as connections:
+        for event in connections.poll(timeout_seconds=1.0):
+            match event:
+                case Joined(peer): connections.send(peer, Header(kind=HELLO))
+                case Message(peer, header, tensors): ...
+                case Lost(peer): ...  # a Joined with another number follows when the server is back
+
+Connections belong to one thread. They are kept alive and encrypted beside it, whatever that thread computes; a lost one is made again by `poll`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from torch import Tensor
+
+from meshloom.asynchronous.messaging.keys import WorkerKey
+from meshloom.asynchronous.messaging.line import Line
+from meshloom.asynchronous.messaging.sockets import Event, Patience, Sending, locate
+from meshloom.asynchronous.messaging.wire_format import Header, Limits, write_frames
+from meshloom.core.errors import PeerLostError
+
+
+class Connections:
+    """To the servers at these addresses (HOST:PORT), which need not be there yet. Raises `EndpointError` for addresses that cannot be."""
+
+    def __init__(self, addresses: Sequence[str], key: WorkerKey, limits: Limits, patience: Patience | None = None) -> None:
+        for address in addresses:
+            locate(address)
+        self.limits = limits
+        self._events: deque[Event] = deque()
+        self._context: zmq.Context[Any] = zmq.Context()
+        numbers = count(1)
+        self._lines = [Line(self._context, address, key, limits, patience or Patience(), self._events, numbers) for address in addresses]
+
+    @property
+    def peers(self) -> dict[int, str]:
+        """The servers that are there: number of the connection -> address, in the order of addresses."""
+        return {line.peer: line.address for line in self._lines if line.peer is not None}
+
+    @property
+    def sockets(self) -> list[zmq.Socket[Any]]:
+        """Those of now, for a poller that waits for other things too."""
+        return [each for line in self._lines for each in line.sockets]
+
+    @property
+    def num_refused(self) -> int:
+        """Malformed messages so far, of servers that do have the job's key."""
+        return sum(line.num_refused for line in self._lines)
+
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> Sending:
+        """Send without waiting; tensors are not copied and stay as they are until the `Sending` is done.
+
+        Raises `PeerLostError` if that connection has ended, `MessageError` if the server has not taken what was sent before.
+        """
+        return self._line_of(peer).send(write_frames(header, tensors, self.limits))
+
+    def drop(self, peer: int) -> None:
+        """End a connection, for example of a server that does not answer: a `Lost` follows, and a new one is made."""
+        self._line_of(peer).end()
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """What happened, in order; waits for the first at most this long. Raises `EndpointError` if a server does not take the key."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            for line in self._lines:
+                line.look()
+            if self._events:
+                events = list(self._events)
+                self._events.clear()
+                return events
+            now = time.monotonic()
+            if now >= deadline:
+                return []
+            poller = zmq.Poller()
+            for each in self.sockets:
+                poller.register(each, zmq.POLLIN)
+            until = min(deadline, *(line.look_again for line in self._lines))
+            poller.poll(max(1, int((until - now) * 1000)))
+
+    def close(self, linger_seconds: float = 1.0) -> None:
+        """End all connections once servers have taken what was sent, or after this long."""
+        for line in self._lines:
+            line.close(linger_seconds)
+        self._context.destroy()  # whatever is still open would be waited for without an end otherwise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(1.0 if kind is None else 0.0)
+
+    def _line_of(self, peer: int) -> Line:
+        for line in self._lines:
+            if line.peer == peer:
+                return line
+        raise PeerLostError(f"Connection {peer} has ended.")

@@ -1,0 +1,232 @@
+"""A server's end: it listens at one address, and workers that have the job's key come and go.
+
+    with Endpoint("192.168.0.5:0", key, limits) as endpoint:
+        for event in endpoint.poll(timeout_seconds=1.0):
+            match event:
+                case Joined(peer): ...
+                case Message(peer, header, tensors): endpoint.send(peer, Header(kind=ANSWER, answers=header.sequence), [parameters])
+                case Lost(peer): ...
+
+An endpoint belongs to one thread. Connections are kept alive and encrypted beside it, whatever that thread computes; who is new is let in by the next `poll`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+from torch import Tensor
+from zmq.utils import z85
+
+from meshloom.asynchronous.messaging.keys import ServerKey
+from meshloom.asynchronous.messaging.sockets import Event, Joined, Lost, Message, Patience, Sending, Watch, locate, open_socket, receive, send
+from meshloom.asynchronous.messaging.wire_format import Header, Limits, read_frames, write_frames
+from meshloom.core.errors import EndpointError, MessageError, PeerLostError
+
+_MOST_AT_ONCE = 16  # messages of one poll
+_LAST_WORDS_SECONDS = 1.0  # how long the messages of a peer that has gone may take to be read, where others keep coming
+_DOMAIN = "meshloom"
+
+
+@dataclass
+class Refused:
+    """What was refused so far.
+
+    connections: that ended before their peer was let in: no key, another job's, or not a peer of this kind at all. keys: how many of them
+    had shown a key. messages: of peers that had been let in. last: why the last message was refused.
+    """
+
+    connections: int = 0
+    keys: int = 0
+    messages: int = 0
+    last: str = ""
+
+    def message(self, why: str) -> None:
+        """Count a message that was refused; also for the endpoint's user, for messages that make no sense to it."""
+        self.messages += 1
+        self.last = why
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Peer:
+    number: int
+    identity: bytes
+    descriptor: int
+    address: str
+
+
+class Endpoint:
+    """Listens at exactly the address given (HOST:PORT; port 0 lets the kernel choose) from its making until `close`. Raises `EndpointError`.
+
+    listening: the descriptor of a socket that listens at that address already, which a server that is started again finds as it was.
+    """
+
+    def __init__(self, address: str, key: ServerKey, limits: Limits, patience: Patience | None = None, listening: int | None = None) -> None:
+        host, port, six = locate(address)
+        self.limits = limits
+        self.refused = Refused()
+        self._workers_key = z85.decode(key.workers_public.encode())
+        self._peers: dict[int, _Peer] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._at: dict[int, int] = {}  # descriptor of a connection -> peer
+        self._open: set[int] = set()  # descriptors of connections
+        self._ending: dict[int, float] = {}  # peers whose connection ended, and until when their messages are still read
+        self._events: deque[Event] = deque()
+        self._joined = 0
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._patience = patience or Patience()
+        self._keys_shown: zmq.Socket[Any] = self._context.socket(zmq.REP)  # before anybody can connect: without it, every key would do
+        self._keys_shown.setsockopt(zmq.LINGER, 0)
+        self._keys_shown.bind("inproc://zeromq.zap.01")
+        self._router = open_socket(self._context, zmq.ROUTER, limits, self._patience)
+        self._router.setsockopt(zmq.IPV6, six)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.CURVE_SERVER, 1)
+        self._router.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
+        self._router.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
+        self._router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+        self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        if listening is not None:
+            self._router.setsockopt(zmq.USE_FD, listening)
+        self._watch = Watch(self._context, self._router)
+        self.sockets = [self._keys_shown, self._router, self._watch.socket]  # for a poller that waits for other things too
+        self._poller = zmq.Poller()
+        for each in self.sockets:
+            self._poller.register(each, zmq.POLLIN)
+        try:
+            self._router.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self.close(0.0)
+            raise EndpointError(
+                f"Cannot listen at {address}: {error.strerror}. Give an address of this machine and a free port, or port 0."
+            ) from None
+        self.address = str(self._router.getsockopt_string(zmq.LAST_ENDPOINT)).removeprefix("tcp://")
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """Those that have joined and are not lost."""
+        return frozenset(self._peers)
+
+    def send(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> Sending:
+        """Send without waiting; tensors are not copied and stay as they are until the `Sending` is done.
+
+        Raises `PeerLostError` if the peer is gone, `MessageError` if it has not taken what was sent before (decide: later, or `drop` it).
+        """
+        if peer not in self._peers:
+            raise PeerLostError(f"Peer {peer} is gone.")
+        known = self._peers[peer]
+        frames = write_frames(header, tensors, self.limits)
+        try:
+            return send(self._router, [known.identity, *frames])
+        except zmq.Again:
+            waiting = f"{self._patience.queue_messages} messages"
+            raise MessageError(f"Peer {peer} at {known.address} has not taken {waiting} that wait for it. Send later, or drop it.") from None
+        except zmq.ZMQError:
+            raise PeerLostError(f"Peer {peer} at {known.address} is gone.") from None
+
+    def drop(self, peer: int) -> None:
+        """Treat a peer as lost: nothing more is read from it, and a `Lost` follows. Its connection stays until the peer or the endpoint closes."""
+        if peer in self._peers:
+            self._lose(peer)
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        """What happened, in order; waits for the first at most this long. Lets in who shows the job's key, and reads some 16 messages at most."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            self._look_at_keys()
+            self._look_at_connections()
+            self._read()
+            if self._events:
+                events, self._events = list(self._events), deque()
+                return events
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return []
+            self._poller.poll(max(1, int(remaining * 1000)))
+
+    def close(self, linger_seconds: float = 1.0) -> None:
+        """Stop listening, and end once peers have taken what was sent, or after this long."""
+        if self._context.closed:
+            return
+        self._watch.close()
+        self._keys_shown.close()
+        self._router.close(linger=round(linger_seconds * 1000))
+        self._context.destroy()
+        self._peers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(1.0 if kind is None else 0.0)
+
+    def _look_at_keys(self) -> None:
+        """Answer who asks to be let in (ZeroMQ's RFC 27): only the workers' key is."""
+        while (frames := receive(self._keys_shown, 8)) is not None:
+            request = [frame.bytes for frame in frames]
+            known = len(request) == 7 and request[5] == b"CURVE" and request[2] == _DOMAIN.encode() and request[6] == self._workers_key
+            self.refused.keys += not known
+            answer = [b"200", b"", b"worker", b""] if known else [b"400", b"", b"", b""]
+            self._keys_shown.send_multipart([b"1.0", request[1] if len(request) > 1 else b"", *answer])
+
+    def _look_at_connections(self) -> None:
+        for event, descriptor in self._watch.events():
+            if event == zmq.EVENT_ACCEPTED:
+                self._open.add(descriptor)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._open.discard(descriptor)
+                if descriptor in self._at:
+                    self._ending[self._at.pop(descriptor)] = time.monotonic() + _LAST_WORDS_SECONDS
+                else:
+                    self.refused.connections += 1
+
+    def _read(self) -> None:
+        """Messages that are there, then the loss of peers that have nothing more to be read."""
+        for _ in range(_MOST_AT_ONCE):
+            frames = receive(self._router, 2 + self.limits.num_tensors + 1)  # one more than allowed, so that it is seen
+            if frames is None:
+                for peer in list(self._ending):
+                    self._lose(peer)
+                break
+            self._take(frames[0].bytes, frames[1:])
+        for peer in [peer for peer, until in self._ending.items() if until < time.monotonic()]:
+            self._lose(peer)
+
+    def _take(self, identity: bytes, frames: list[zmq.Frame]) -> None:
+        peer = self._numbers.get(identity)
+        if peer is None:
+            if len(frames) == 1 and not len(frames[0]):  # what a connection sends first, by itself
+                self._welcome(identity, frames[0])
+            else:
+                self.refused.message("A message of nobody who is there.")
+            return
+        try:
+            self._events.append(Message(peer, *read_frames([frame.buffer for frame in frames], self.limits)))
+        except MessageError as error:
+            self.refused.message(str(error))
+
+    def _welcome(self, identity: bytes, frame: zmq.Frame) -> None:
+        descriptor = int(frame.get(zmq.SRCFD))
+        self._look_at_connections()  # whatever happened on this descriptor before is known now
+        if descriptor not in self._open:
+            return  # gone already, before anybody knew that it had come
+        if descriptor in self._at:  # its peer went before this one came, and was welcomed late
+            self._lose(self._at[descriptor])
+        self._joined += 1
+        peer = _Peer(number=self._joined, identity=identity, descriptor=descriptor, address=str(frame.get("Peer-Address")))
+        self._peers[peer.number] = peer
+        self._numbers[identity] = self._at[descriptor] = peer.number
+        self._events.append(Joined(peer.number, peer.address))
+
+    def _lose(self, number: int) -> None:
+        peer = self._peers.pop(number)
+        del self._numbers[peer.identity]
+        self._ending.pop(number, None)
+        if self._at.get(peer.descriptor) == number:
+            del self._at[peer.descriptor]
+        self._events.append(Lost(number, peer.address))

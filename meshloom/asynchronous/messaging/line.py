@@ -1,0 +1,176 @@
+"""One connection of a worker to one server, made again whenever it ends.
+
+Every connection has a socket and an identity of its own, so that nothing of one connection, neither sent nor received, gets into the next.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from meshloom.asynchronous.messaging.keys import WorkerKey
+from meshloom.asynchronous.messaging.sockets import (
+    HANDSHAKE_SECONDS,
+    Event,
+    Joined,
+    Lost,
+    Message,
+    Patience,
+    Sending,
+    Watch,
+    locate,
+    open_socket,
+    receive,
+    send,
+)
+from meshloom.asynchronous.messaging.wire_format import Buffer, Limits, read_frames
+from meshloom.core.errors import EndpointError, MessageError, PeerLostError
+
+_RETRY_SECONDS = 0.2
+_MOST_AT_ONCE = 16  # messages in one look
+_MOST_BROKEN_HANDSHAKES = 5  # in a row; a single one may be a server that was killed in the middle of it
+_HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+
+
+class Line:
+    """To the server at `address`. What happens goes to `events`; each connection takes its number from `numbers`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        key: WorkerKey,
+        limits: Limits,
+        patience: Patience,
+        events: deque[Event],
+        numbers: Iterator[int],
+    ) -> None:
+        self.address = address
+        self.peer: int | None = None  # the connection's number, once the server has let us in
+        self.num_refused = 0
+        self._context = context
+        self._key = key
+        self._limits = limits
+        self._patience = patience
+        self._events = events
+        self._numbers = numbers
+        self._broken_handshakes = 0
+        self._ended = False
+        self._socket: zmq.Socket[Any] | None = None
+        self._watch: Watch | None = None
+        self._opened = 0.0
+        self._turn = 0.0  # when to connect, or to give up connecting
+
+    @property
+    def sockets(self) -> list[zmq.Socket[Any]]:
+        """What wakes a poller when there is something to look at."""
+        return [self._socket, self._watch.socket] if self._socket and self._watch else []
+
+    @property
+    def look_again(self) -> float:
+        """The time at which there is something to do, whatever arrives."""
+        return self._turn if self.peer is None else float("inf")
+
+    def look(self) -> None:
+        """Connect if it is time, follow what happened to the connection, read its messages. Raises `EndpointError` if the key is not taken."""
+        if self.peer is None and time.monotonic() >= self._turn:
+            self._close(0.0)
+            self._open()
+        if not self._socket:
+            return
+        self._follow()
+        for _ in range(_MOST_AT_ONCE):
+            if (frames := receive(self._socket, 1 + self._limits.num_tensors + 1)) is None:  # one more than allowed, so that it is seen
+                if self._ended:
+                    self.end()
+                return
+            self._follow()  # what arrives, arrives after the handshake
+            self._take(frames)
+
+    def send(self, frames: Sequence[Buffer]) -> Sending:
+        """To the server that is there. Raises `PeerLostError`, or `MessageError` if it does not take any more."""
+        if self._socket is None or self._ended:
+            raise PeerLostError(f"The connection to {self.address} has ended.")
+        try:
+            return send(self._socket, frames)
+        except zmq.Again:
+            self._follow()
+            if self._ended:
+                raise PeerLostError(f"The connection to {self.address} has ended.") from None
+            waiting = f"{self._patience.queue_messages} messages"
+            raise MessageError(f"The server at {self.address} has not taken {waiting} that wait for it. Send later.") from None
+
+    def end(self) -> None:
+        """End this connection; the next is made a little later."""
+        self._close(0.0)
+        self._turn = time.monotonic() + _RETRY_SECONDS
+        if self.peer is not None:
+            self._events.append(Lost(self.peer, self.address))
+            self.peer = None
+
+    def close(self, linger_seconds: float) -> None:
+        """For good, once the server has taken what was sent, or after this long."""
+        self._close(linger_seconds if self.peer is not None else 0.0)
+        self.peer = None
+
+    def _open(self) -> None:
+        try:
+            host, port, six = locate(self.address)  # again: a server that comes back may be at another address of the same name
+        except EndpointError:  # it was known when the worker started
+            self._turn = time.monotonic() + _RETRY_SECONDS
+            return
+        made = self._socket = open_socket(
+            self._context, zmq.DEALER, self._limits, self._patience
+        )  # kept at once, so that whatever fails, it is closed
+        made.setsockopt(zmq.IPV6, six)
+        made.setsockopt(zmq.ROUTING_ID, b"W" + os.urandom(15))
+        made.setsockopt(zmq.PROBE_ROUTER, 1)  # the server learns of every connection, before its first message
+        made.setsockopt(zmq.CONNECT_TIMEOUT, max(1, round(self._patience.lost_after_seconds * 1000)))
+        made.setsockopt(zmq.CURVE_SERVERKEY, self._key.servers_public.encode())
+        made.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
+        made.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
+        self._watch = Watch(self._context, made)
+        self._ended = False
+        self._opened = time.monotonic()
+        self._turn = self._opened + self._patience.lost_after_seconds + HANDSHAKE_SECONDS
+        made.connect(f"tcp://{host}:{port}")
+
+    def _close(self, linger_seconds: float) -> None:
+        if self._watch:
+            self._watch.close()
+        if self._socket:
+            self._socket.close(linger=round(linger_seconds * 1000))
+        self._socket = self._watch = None
+
+    def _follow(self) -> None:
+        for event, detail in self._watch.events() if self._watch else ():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._broken_handshakes = 0
+                self.peer = next(self._numbers)
+                self._events.append(Joined(self.peer, self.address))
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise EndpointError(
+                    f"The server at {self.address} refuses this worker's key ({detail}). Use the worker key that was made for its job."
+                )
+            elif event in _HANDSHAKE_FAILED and time.monotonic() - self._opened < HANDSHAKE_SECONDS / 2:  # else the server is busy
+                self._broken_handshakes += 1
+                if self._broken_handshakes == _MOST_BROKEN_HANDSHAKES:
+                    raise EndpointError(
+                        f"What listens at {self.address} has broken off {_MOST_BROKEN_HANDSHAKES} handshakes: it is no server of this worker key's job. "
+                        "Use the address and the worker key of the same job."
+                    )
+            elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+                self._ended = True
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        if self.peer is None:
+            return
+        try:
+            self._events.append(Message(self.peer, *read_frames([frame.buffer for frame in frames], self._limits)))
+        except MessageError:
+            self.num_refused += 1

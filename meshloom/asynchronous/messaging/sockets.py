@@ -1,0 +1,180 @@
+"""What endpoints and connections share: ZeroMQ sockets with bounded queues and heartbeats, their events, and frames in and out.
+
+A context has one thread that does all input and output, so that what it reports about connections comes in the order in which it happened. No
+socket connects again by itself: whoever uses it makes a new one, so that nothing queued for one connection reaches the next.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import parse_monitor_message
+
+from meshloom.asynchronous.messaging.wire_format import Buffer, Header, Limits
+from meshloom.core.errors import EndpointError
+
+_ENVELOPE_BYTES = 256  # what CURVE adds to a frame, and more
+_HANDSHAKE_BYTES = 4096
+_NEVER_SECONDS = 1_000_000  # -1, which says never, would throw away what has arrived as soon as a connection ends
+HANDSHAKE_SECONDS = 30.0  # a server may be busy for a while before it looks at a new peer's key
+WATCHED = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A peer is there. Every connection is a new peer with a new number, also when the same process connects again. address: HOST:PORT or HOST."""
+
+    peer: int
+    address: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A peer has gone, and nothing more comes from it. What was on its way to it may be lost; none of it arrives twice or later."""
+
+    peer: int
+    address: str
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """From a peer that is there. The tensors use the memory that the message arrived in, and may be written to."""
+
+    peer: int
+    header: Header
+    tensors: list[Tensor]
+
+
+Event: TypeAlias = Joined | Lost | Message
+
+
+class Sending:
+    """A message on its way out. Its tensors must not be written to before it is `done`."""
+
+    def __init__(self, tracker: zmq.MessageTracker | None) -> None:
+        self._tracker = tracker
+
+    @property
+    def done(self) -> bool:
+        """Whether the tensors' memory is free again: the bytes have been encrypted, or the peer is gone."""
+        return self._tracker is None or self._tracker.done
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Until it is done, at most this long; whether it is."""
+        try:
+            if self._tracker is not None:
+                self._tracker.wait(timeout_seconds)
+        except zmq.NotDone:
+            return False
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a peer may be silent, and how much may wait for it.
+
+    lost_after_seconds: a peer whose machine or process does not answer is lost within this time (one that ended is lost at once). A tensor must be sent
+        in less than half of it, since heartbeats travel between frames. queue_messages: that wait for a peer on this side, and as many on the other.
+    """
+
+    lost_after_seconds: float = 10.0
+    queue_messages: int = 8
+
+    def __post_init__(self) -> None:
+        if self.lost_after_seconds <= 0 or self.queue_messages < 1:
+            raise EndpointError(
+                f"lost_after_seconds={self.lost_after_seconds} and queue_messages={self.queue_messages}: the one must be positive, the other at least 1."
+            )
+
+
+def open_socket(context: zmq.Context[Any], kind: int, limits: Limits, patience: Patience) -> zmq.Socket[Any]:
+    """A socket that takes no larger frames, queues no more messages, and notices dead peers."""
+    made: zmq.Socket[Any] = context.socket(kind)
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.SNDHWM, patience.queue_messages)
+    made.setsockopt(zmq.RCVHWM, patience.queue_messages)
+    made.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes, _HANDSHAKE_BYTES) + _ENVELOPE_BYTES)
+    made.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(patience.lost_after_seconds * 1000 / 3)))
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, round(patience.lost_after_seconds * 1000 / 2)))
+    made.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_SECONDS * 1000))
+    made.setsockopt(zmq.RECONNECT_IVL, _NEVER_SECONDS * 1000)
+    return made
+
+
+class Watch:
+    """The events of a socket's connections, in order: (event, descriptor or detail)."""
+
+    def __init__(self, context: zmq.Context[Any], watched: zmq.Socket[Any]) -> None:
+        # A name that no watch has had: the thread that does input and output lets go of one that was closed a little later.
+        name = f"inproc://watch-{secrets.token_hex(16)}"
+        watched.monitor(name, WATCHED)
+        self.socket: zmq.Socket[Any] = context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop the thread that does all input and output
+        self.socket.connect(name)
+        self._watched = watched
+
+    def events(self) -> Iterator[tuple[int, int]]:
+        """Those that happened since the last call."""
+        while (frames := receive(self.socket, 2)) is not None:
+            event = parse_monitor_message([frame.bytes for frame in frames])
+            yield int(event["event"]), int(event["value"])
+
+    def close(self) -> None:
+        self._watched.disable_monitor()
+        self.socket.close()
+
+
+def receive(source: zmq.Socket[Any], most: int) -> list[zmq.Frame] | None:
+    """The first `most` frames of the next message, None if there is none. The others are let go."""
+    try:
+        frame = source.recv(zmq.DONTWAIT, copy=False)
+    except zmq.Again:
+        return None
+    frames = [frame]
+    while frame.more:
+        frame = source.recv(zmq.DONTWAIT, copy=False)
+        if len(frames) < most:
+            frames.append(frame)
+    return frames
+
+
+def send(target: zmq.Socket[Any], frames: Sequence[Buffer]) -> Sending:
+    """Hand over the frames, whose memory is used as it is. Raises `zmq.Again` or another `zmq.ZMQError`, and then nothing is sent."""
+    return Sending(target.send_multipart(frames, zmq.DONTWAIT, copy=False, track=True))
+
+
+def locate(address: str) -> tuple[str, int, bool]:
+    """HOST:PORT as an address of the network, its port, and whether it is IPv6. Raises `EndpointError`.
+
+    >>> locate("127.0.0.1:5000")
+    ('127.0.0.1', 5000, False)
+    >>> locate("[::1]:5000")
+    ('[::1]', 5000, True)
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise EndpointError(f"{address!r} is not an address. Write HOST:PORT, for example 192.168.0.5:5000.")
+    try:
+        found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as reason:
+        raise EndpointError(f"The host {host} of {address} is not known: {reason.strerror}.") from None
+    numeric = str(found[0][4][0])
+    six = ipaddress.ip_address(numeric.split("%")[0]).version == 6
+    return (f"[{numeric}]" if six else numeric), int(port), six

@@ -1,0 +1,200 @@
+"""Runs workers, servers and the head on a virtual clock: what happens when is decided by numbers that are given, so every run repeats to the bit.
+
+Events wait in a queue, by time and then by the order in which they were caused. Nothing takes time but a worker's share and a message between two
+processes. Messages between two processes arrive in order; what is on its way to a process that is killed is lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from meshloom.asynchronous.protocol.circumstances import Circumstances, Incident
+from meshloom.asynchronous.protocol.head import STARTS, Event, Head
+from meshloom.asynchronous.protocol.messages import HEAD, Address, Sent
+from meshloom.asynchronous.protocol.store import Store
+from meshloom.asynchronous.protocol.worker import Computed, Task, Worker
+from meshloom.core.errors import TrainingError
+from meshloom.core.random import derive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a cluster is made of. head: of an incarnation. store: of a server's number. compute: a worker's share; called when the worker is done with it."""
+
+    head: Callable[[int], Head]
+    store: Callable[[int], Store]
+    compute: Callable[[int, Task], Computed]
+
+
+class VirtualCluster:
+    """num_workers: those that are there at the start. `seconds` is the time; busy: seconds that each worker has spent on shares that it finished."""
+
+    def __init__(self, parts: Parts, circumstances: Circumstances, *, num_servers: int, num_workers: int) -> None:
+        self.seconds = 0.0
+        self.busy: defaultdict[int, float] = defaultdict(float)
+        self.present: defaultdict[int, float] = defaultdict(float)  # seconds that each worker was there, up to when it went
+        self.head: Head = parts.head(0)
+        self._parts = parts
+        self._circumstances = circumstances
+        self._num_servers = num_servers
+        self._stores: dict[int, Store] = {}
+        self._workers: dict[int, Worker] = {}
+        self._since: dict[int, float] = {}  # when the worker came
+        self._starts: Counter[Address] = Counter()  # of each process; a message reaches only the start that it was sent to
+        self._last: dict[tuple[Address, Address], float] = {}  # when the newest message from one process arrives at the other
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._draws = count()
+        self._messages = 0
+        for server in range(num_servers):
+            self._at(0.0, lambda server=server: self._start_server(server))
+        for worker in range(num_workers):
+            self._at(0.0, lambda worker=worker: self._start_worker(worker))
+        for incident in circumstances.incidents:
+            self._at(incident.at_seconds, lambda incident=incident: self._happen(incident))
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those that are there."""
+        return list(self._workers.values())
+
+    def run(self) -> Iterator[Event]:
+        """Until all updates are made and kept, and the workers have gone; yields what happens, at once."""
+        while self._queue:
+            self.seconds, _, action = heapq.heappop(self._queue)
+            action()
+            yield from self.head.take_events()
+        if not self.head.finished:
+            raise TrainingError(
+                f"After update {max(self.head.version, 0)}, at {self.seconds:g} s, no worker is left or to come, so nothing more can happen. "
+                "Leave fewer incidents, or let a worker join."
+            )
+        for worker in list(self._workers):
+            self._gone(worker)
+
+    # --- Processes.
+
+    def _start_server(self, server: int) -> None:
+        process = Address("server", server)
+        self._starts[process] += 1
+        self._stores[server] = self._parts.store(server)
+        if server == 0:
+            self.head = self._parts.head(self._starts[process] * STARTS)
+            self._send(process, self.head.start())
+        else:
+            self._send(process, self._stores[server].started())
+        for worker in self._workers.values():
+            self._later(process, Address("worker", worker.number), lambda worker=worker: self._from_worker(worker, worker.connected()))
+
+    def _start_worker(self, number: int) -> None:
+        if number in self._workers:
+            return
+        self._starts[Address("worker", number)] += 1
+        self._since[number] = self.seconds
+        worker = self._workers[number] = Worker(number, self._num_servers)
+        self._from_worker(worker, worker.connected())
+
+    def _gone(self, number: int) -> None:
+        del self._workers[number]
+        self.present[number] += self.seconds - self._since[number]
+
+    def _happen(self, incident: Incident) -> None:
+        if self.head.finished:
+            return
+        number = incident.number
+        if incident.what == "join":
+            self._start_worker(number)
+        elif incident.what == "server":
+            if number in self._stores:
+                del self._stores[number]
+                self._at(self.seconds + incident.away_seconds, lambda: self._start_server(number))
+        elif number in self._workers:
+            worker = self._workers[number]
+            if incident.what == "leave":
+                self._from_worker(worker, worker.leave())
+            else:
+                if incident.what == "kill":
+                    self._gone(number)
+                said = self._last.get((Address("worker", number), Address("server", 0)), 0.0)  # nobody counts as lost before what it said is heard
+                self._at(max(self.seconds + self._circumstances.notice_seconds, said), lambda: self._notice(number))
+
+    def _notice(self, worker: int) -> None:
+        if 0 in self._stores:
+            self._send(Address("server", 0), self.head.lost(worker))
+
+    # --- Messages.
+
+    def _from_worker(self, worker: Worker, sent: Sent) -> None:
+        """Send what a worker says, and let it begin or end what it should."""
+        if self._workers.get(worker.number) is not worker:
+            return
+        self._send(Address("worker", worker.number), sent)
+        if worker.ended:
+            self._gone(worker.number)
+
+    def _begin(self, worker: Worker, task: Task) -> None:
+        seconds = self._varied(self._circumstances.seconds_of(worker.number))
+
+        def done() -> None:
+            if self._workers.get(worker.number) is not worker:
+                return
+            self.busy[worker.number] += seconds
+            self._from_worker(worker, worker.computed(self._parts.compute(worker.number, task)))
+            if worker.task:
+                self._begin(worker, worker.task)
+
+        self._at(self.seconds + seconds, done)
+
+    def _send(self, source: Address, messages: Sent) -> None:
+        """source: the process that sends. What it says to itself is done at once, in order."""
+        waiting = list(messages)
+        while waiting:
+            address, message = waiting.pop(0)
+            process = _process(address)
+            if process == source:
+                waiting += self._handle(address, message)
+                continue
+            self._messages += source.kind == "worker"
+            every = self._circumstances.duplicate_every
+            for _ in range(2 if every and source.kind == "worker" and self._messages % every == 0 else 1):
+                self._later(source, process, lambda address=address, message=message: self._deliver(address, message))
+
+    def _later(self, source: Address, process: Address, action: Callable[[], None]) -> None:
+        """When a message from `source` arrives at `process`, unless that is killed before."""
+        at = max(self.seconds + self._varied(self._circumstances.latency_seconds), self._last.get((source, process), 0.0))
+        self._last[source, process] = at
+        start = self._starts[process]
+        self._at(at, lambda: action() if self._starts[process] == start and self._is_there(process) else None)
+
+    def _deliver(self, address: Address, message: Any) -> None:
+        if address.kind != "worker":
+            self._send(_process(address), self._handle(address, message))
+            return
+        worker = self._workers[address.number]
+        was_busy = worker.task is not None
+        self._from_worker(worker, worker.receive(message))
+        if worker.task and not was_busy:
+            self._begin(worker, worker.task)
+
+    def _handle(self, address: Address, message: Any) -> Sent:
+        return self.head.receive(message) if address == HEAD else self._stores[address.number].receive(message)
+
+    def _is_there(self, process: Address) -> bool:
+        return process.number in (self._stores if process.kind == "server" else self._workers)
+
+    def _varied(self, seconds: float) -> float:
+        if not self._circumstances.jitter or not seconds:
+            return seconds
+        return seconds * (1 + self._circumstances.jitter * (derive(0, "jitter", next(self._draws)) / 2**62 - 1))
+
+    def _at(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (seconds, next(self._numbers), action))
+
+
+def _process(address: Address) -> Address:
+    return Address("server", 0) if address == HEAD else address

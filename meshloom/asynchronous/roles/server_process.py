@@ -1,0 +1,256 @@
+"""A server's process: it carries messages between workers, its store and the head, which lives in server 0.
+
+    workers <--Endpoint--> server 0: head, store <--Endpoint, keys of its own--> server k: store <--Endpoint--> workers
+
+What happens is told to the launcher, whose process shows it, evaluates and saves. Whatever a peer sends that makes no sense is refused, counted, and has
+no other effect.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import zmq
+
+from meshloom.asynchronous.messaging.codec import FROM_SERVERS, FROM_WORKERS, TO_SERVERS, TO_WORKERS, Holding, decode, encode, limits_for
+from meshloom.asynchronous.messaging.connections import Connections
+from meshloom.asynchronous.messaging.endpoint import Endpoint
+from meshloom.asynchronous.messaging.handshake import Ask, Description, Hello, Tally, Terms, Welcome, digest_of, facts_of
+from meshloom.asynchronous.messaging.keys import read_server_key, read_worker_key
+from meshloom.asynchronous.messaging.outbox import Outbox
+from meshloom.asynchronous.messaging.sockets import Joined, Lost, Message, Patience
+from meshloom.asynchronous.protocol.head import STARTS, Head
+from meshloom.asynchronous.protocol.messages import HEAD, Address, Back, Broken, Join, Kept, Leave, Part, Push, Sent, Staged
+from meshloom.asynchronous.protocol.store import Storage, Store
+from meshloom.asynchronous.roles.reports import Reports, Tell
+from meshloom.asynchronous.state.checkpoints import Start
+from meshloom.asynchronous.state.parameters import Content, Parameters, what_is_not_finite
+from meshloom.asynchronous.state.push_shares import Shares
+from meshloom.asynchronous.state.settings import Settings
+from meshloom.asynchronous.state.snapshots import Numbers, SnapshotFiles
+from meshloom.asynchronous.state.worker_model import WorkerReplica
+from meshloom.core.errors import JobError, MessageError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.launch.processes.elastic import HEAD_KEYS, SERVER_KEY
+from meshloom.launch.role import Role
+
+_LOOK_SECONDS = 0.1  # between looks at signals
+MOST_FOR_WORKERS = 100  # messages that wait for one: it is sent one share at a time, and hears little else
+_LAST_WORDS_SECONDS = 0.5  # how long workers that are going have for what they say last
+_HEAD_PATIENCE = Patience(queue_messages=1000)
+
+
+class ServerProcess:
+    """stop: signals that ask this process to end. tell: takes what the launcher should know."""
+
+    def __init__(self, role: Role, job: Job, plan: Plan, settings: Settings, stop: Sequence[int], tell: Tell) -> None:
+        self._role, self._job, self._plan, self._settings, self._stop = role, job, plan, settings, stop
+        self._number = role.number
+        shares = Shares(job, plan)
+        replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
+        self._whole = replica.whole
+        self._first_model = weakref.ref(replica.model)
+        self._holdings = Holding.of(replica.division, dict(replica.model.named_buffers()))
+        self._holding = self._holdings[self._number]
+        facts = facts_of(job, plan, replica.model, shares.num_samples)
+        self._digest = digest_of(facts)
+        ports = [int(address.rpartition(":")[2]) for address in role.addresses]
+        self._description = Description(plan=str(plan), facts=facts, ports=ports)
+        start = Start.find(settings, job, plan, shares, replica.model)
+        directory = role.path / f"server-{self._number}"
+        files = SnapshotFiles(directory, (start.version, *start.snapshot(replica, self._number)))
+        self._numbers = Numbers(directory / "numbers")
+        self._storage = Storage(snapshots=files, newest=max(start.version, self._numbers.newest))
+        self._held: Parameters | None = None
+        self._store = Store(self._number, self._storage, self._hold)
+        self._head = Head(settings.rules(job, plan), role.start * STARTS) if self._number == 0 else None
+        self._workers: dict[int, int] = {}  # worker -> its peer
+        self._known: dict[int, int] = {}  # peer -> worker
+        self._servers: dict[int, int] = {}  # server -> its peer, of server 0
+        self._reports = Reports(tell, role.path, plan.servers, job, settings)
+
+    def run(self) -> None:
+        """Until it is told to end."""
+        role = self._role
+        with ExitStack() as stack:
+            stack.callback(self._numbers.close)
+            limits = limits_for(FROM_WORKERS | TO_WORKERS, [self._holding])
+            outer = stack.enter_context(
+                Endpoint(role.addresses[self._number], read_server_key(role.path / SERVER_KEY), limits, listening=role.listening[0])
+            )
+            self._outer, self._to_workers = outer, Outbox(outer, MOST_FOR_WORKERS)
+            self._inner: Endpoint | Connections | None = None
+            if self._plan.servers > 1:
+                limits = limits_for(FROM_SERVERS | TO_SERVERS)
+                if self._head is not None:
+                    key = read_server_key(role.path / HEAD_KEYS[0])
+                    self._inner = stack.enter_context(Endpoint(role.head, key, limits, _HEAD_PATIENCE, listening=role.listening[1]))
+                else:
+                    self._inner = stack.enter_context(Connections([role.head], read_worker_key(role.path / HEAD_KEYS[1]), limits, _HEAD_PATIENCE))
+                self._to_servers = Outbox(self._inner)
+            self._reports.serving()
+            if self._head is not None:
+                self._send(self._head.start())
+            while not self._stop:
+                self._wait()
+                self._look()
+            deadline = time.monotonic() + _LAST_WORDS_SECONDS
+            while self._known and time.monotonic() < deadline:
+                self._wait()
+                self._look()
+            self._tell_counts(now=True)
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        for each in (*self._outer.sockets, *(self._inner.sockets if self._inner is not None else ())):
+            poller.register(each, zmq.POLLIN)
+        waits = self._to_workers.waits or (self._inner is not None and self._to_servers.waits)
+        poller.poll(5 if waits else round(_LOOK_SECONDS * 1000))
+
+    def _look(self) -> None:
+        for event in self._outer.poll(0.0):
+            match event:
+                case Message():
+                    self._from_worker(event)
+                case Lost(peer):
+                    self._lose_worker(peer)
+                case Joined():
+                    pass  # it says who it is
+        self._to_workers.flush()
+        if self._inner is not None:
+            for event in self._inner.poll(0.0):
+                match event:
+                    case Message():
+                        self._from_server(event)
+                    case Lost(peer):
+                        self._to_servers.forget(peer)
+                        self._servers = {server: there for server, there in self._servers.items() if there != peer}
+                    case Joined(peer):
+                        if self._head is None:  # the head may be another now, and what it had sent before may be lost: as after a start
+                            self._servers = {0: peer}
+                            self._send(self._store.started())
+            self._to_servers.flush()
+        if self._storage.newest != self._numbers.newest:
+            self._numbers.newest = self._storage.newest
+        if self._head is not None:
+            self._reports.events(self._head, self._held.learning_rates() if self._held is not None else [])
+        self._tell_counts()
+
+    def _tell_counts(self, now: bool = False) -> None:
+        self._reports.counts(self._outer.refused, self._head.refused if self._head is not None else 0, now=now)
+
+    # --- Workers.
+
+    def _from_worker(self, event: Message) -> None:
+        try:
+            message = decode(event.header, event.tensors, self._holding)
+            worker = self._known.get(event.peer)
+            if isinstance(message, Ask) and self._head is not None:
+                self._to_workers.send(event.peer, *encode(Terms(text=self._description.to_json())))
+            elif isinstance(message, Hello):
+                self._welcome(event.peer, message)
+            elif isinstance(message, Tally | Join | Leave | Push) and worker is not None and message.worker == worker:
+                self._take(message)
+            else:
+                raise MessageError(f"A {type(message).__name__} of {'nobody who was let in' if worker is None else f'worker {worker}'}.")
+        except MessageError as error:
+            self._outer.refused.message(str(error))
+
+    def _welcome(self, peer: int, hello: Hello) -> None:
+        if hello.digest != self._digest:
+            raise MessageError("A Hello of a worker with another job.")
+        number = hello.worker
+        if self._head is not None:
+            if number is None:
+                number = self._numbers.next_worker
+                self._numbers.next_worker = number + 1
+            elif number >= self._numbers.next_worker:
+                raise MessageError(f"A Hello of worker {number}, which there has not been.")
+        if number is None or peer in self._known:
+            raise MessageError("A Hello without a number, or a second one.")
+        if (older := self._workers.get(number)) is not None:  # its connection has ended without a word
+            del self._known[older]
+            self._to_workers.forget(older)
+            self._outer.drop(older)
+        self._workers[number], self._known[peer] = peer, number
+        self._to_workers.send(peer, *encode(Welcome(worker=number)))
+
+    def _take(self, message: Tally | Join | Leave | Push) -> None:
+        """Of a worker that was let in."""
+        if isinstance(message, Push):
+            if wrong := what_is_not_finite(message.gradients, message.loss, message.norm if self._job.clip_grad_norm is not None else 0.0):
+                self._send([(HEAD, Broken(server=self._number, worker=message.worker))])
+                raise MessageError(f"A Push of worker {message.worker} whose {wrong} is not finite.")
+            self._reports.carried("push", message.gradients, message.changes)
+            self._send(self._store.receive(message))
+        elif self._head is None:
+            raise MessageError(f"A {type(message).__name__}, which is for server 0.")
+        elif isinstance(message, Tally):
+            self._reports.tally(message)
+        else:
+            self._send(self._head.receive(message))
+            if isinstance(message, Leave):
+                self._reports.gone(message.worker, "left")
+            else:
+                self._reports.joined(message.worker)
+
+    def _lose_worker(self, peer: int) -> None:
+        self._to_workers.forget(peer)
+        worker = self._known.pop(peer, None)
+        if worker is None:
+            return
+        del self._workers[worker]
+        if self._head is not None:
+            self._send(self._head.lost(worker))
+            self._reports.gone(worker, "lost")
+
+    # --- Servers and the head.
+
+    def _from_server(self, event: Message) -> None:
+        message = decode(event.header, event.tensors)  # both ends are of this run, with keys that nobody else has
+        if self._head is None:
+            self._send(self._store.receive(message))
+        elif isinstance(message, Staged | Broken | Kept | Back):
+            self._servers[message.server] = event.peer
+            self._send(self._head.receive(message))
+
+    def _send(self, sent: Sent) -> None:
+        """What is for this process is done at once, in order; what is for somebody who is not there is lost."""
+        waiting = deque(sent)
+        while waiting:
+            address, message = waiting.popleft()
+            if address == HEAD and self._head is not None:
+                waiting.extend(self._head.receive(message))
+            elif address == Address("server", self._number):
+                waiting.extend(self._store.receive(message))
+            elif address.kind == "worker":
+                self._send_worker(address.number, message)
+            elif (peer := self._servers.get(address.number)) is not None:
+                self._to_servers.send(peer, *encode(message))
+
+    def _send_worker(self, worker: int, message: Any) -> None:
+        peer = self._workers.get(worker)
+        if peer is not None:
+            if isinstance(message, Part):
+                self._reports.carried("pull", message.values, message.buffers)
+            self._to_workers.send(peer, *encode(message, self._holding))
+
+    def _hold(self, content: Content | None) -> Parameters:
+        held = Parameters(
+            self._job, self._number, self._plan.servers, whole=self._whole, device=torch.device("cpu"), dtype=self._settings.dtype, content=content
+        )
+        if held.model is self._first_model() or (self._held is not None and held.model is self._held.model):
+            raise JobError(
+                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
+            )
+        if self._head is not None and self._held is None:
+            self._reports.notes(held.notes())
+        self._held = held
+        return held

@@ -1,0 +1,202 @@
+"""A worker's process: it asks what the run is, is let in by all servers, computes what it is given, and goes when it is told to.
+
+asked --Terms--> checked --Welcome of every server--> joined: the state machine of asynchronous/protocol/worker.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from meshloom.asynchronous.messaging.codec import FROM_WORKERS, TO_WORKERS, Holding, decode, encode, limits_for
+from meshloom.asynchronous.messaging.connections import Connections
+from meshloom.asynchronous.messaging.handshake import Ask, Description, Hello, Tally, Terms, Welcome, digest_of, facts_of
+from meshloom.asynchronous.messaging.keys import WorkerKey
+from meshloom.asynchronous.messaging.outbox import Outbox
+from meshloom.asynchronous.messaging.sockets import Joined, Lost, Message
+from meshloom.asynchronous.protocol.messages import Sent
+from meshloom.asynchronous.protocol.worker import Worker
+from meshloom.asynchronous.roles.reports import Tell
+from meshloom.asynchronous.state.push_shares import Shares
+from meshloom.asynchronous.state.worker_model import Computing
+from meshloom.core.errors import MessageError, PeerLostError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+
+_LOOK_SECONDS = 0.1  # between looks at signals
+_LINGER_SECONDS = 10.0  # for the last push, when a worker goes
+
+
+def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int]) -> Description | None:
+    """What the run at HOST:PORT is; None if a signal came first. Raises `PeerLostError` if nobody answers, `EndpointError` if the key is not that run's."""
+    deadline = time.monotonic() + timeout_seconds
+    limits = limits_for(frozenset({encode(Ask())[0].kind, encode(Terms(text=""))[0].kind}))
+    with Connections([address], key, limits) as connections:
+        outbox = Outbox(connections)
+        while time.monotonic() < deadline and not stop:
+            for event in connections.poll(_LOOK_SECONDS):
+                if isinstance(event, Joined):
+                    outbox.send(event.peer, *encode(Ask()))
+                elif isinstance(event, Message):
+                    answer = decode(event.header, event.tensors)
+                    if isinstance(answer, Terms):
+                        return Description.from_json(answer.text)
+    if stop:
+        return None
+    raise PeerLostError(f"Nobody at {address} says what its run is within {timeout_seconds:g} s. Give the address that meshloom train has printed.")
+
+
+class WorkerProcess:
+    """replica: on which it computes. address: of server 0, at which it was asked. timeout_seconds: how long servers may be away.
+
+    stop: signals that ask this process to end: with the first it goes when its share is pushed, with a second at once.
+    tell: takes what a launcher should know.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        description: Description,
+        address: str,
+        key: WorkerKey,
+        timeout_seconds: float,
+        stop: Sequence[int],
+        tell: Tell,
+        replica: Computing,
+    ) -> None:
+        self._tell = tell
+        self._shares = Shares(job, plan)
+        self._replica = replica
+        facts = facts_of(job, plan, self._replica.model, self._shares.num_samples)
+        description.check(facts)
+        self._digest = digest_of(facts)
+        self._holdings = Holding.of(self._replica.division, dict(self._replica.model.named_buffers()))
+        host = address.rpartition(":")[0]
+        self._addresses = [address, *(f"{host}:{port}" for port in description.ports[1:])]
+        self._key, self._stop, self._timeout_seconds = key, stop, timeout_seconds
+        self._peers: dict[int, int] = {}  # server -> its peer, while there is a connection
+        self._servers: dict[int, int] = {}
+        self._welcome: set[int] = set()  # servers that have let this worker in
+        self._worker: Worker | None = None
+        self._number: int | None = None
+        self._leaving = False
+        self._joined_at = 0.0
+        self._computing = self._reading = 0.0
+
+    def run(self) -> None:
+        """Until all updates are made, or it was told to go. Raises `PeerLostError` when servers stay away."""
+        limits = limits_for(FROM_WORKERS | TO_WORKERS, self._holdings)
+        connections = Connections(self._addresses, self._key, limits)
+        self._outbox = Outbox(connections)
+        well = False
+        try:
+            self._follow(connections)
+            well = True
+        finally:
+            connections.close(_LINGER_SECONDS if well else 0.0)
+
+    def _follow(self, connections: Connections) -> None:
+        apart = time.monotonic()  # since when not all servers are there
+        while not (self._worker and self._worker.ended):
+            if self._stop and (self._worker is None or len(self._stop) > 1):
+                return
+            self._leave_if_told()
+            busy = self._worker is not None and self._worker.task is not None
+            for event in connections.poll(0.0 if busy else 0.005 if self._outbox.waits else _LOOK_SECONDS):
+                match event:
+                    case Joined(peer, address):
+                        server = self._addresses.index(address)
+                        self._peers[server], self._servers[peer] = peer, server
+                        self._greet(server)
+                    case Lost(peer):
+                        self._forget(peer)
+                    case Message():
+                        self._hear(event)
+            self._outbox.flush()
+            if len(self._welcome) == len(self._addresses):
+                apart = time.monotonic()
+            elif time.monotonic() > apart + self._timeout_seconds:
+                away = next(address for server, address in enumerate(self._addresses) if server not in self._welcome)
+                raise PeerLostError(f"The server at {away} has not been there for {self._timeout_seconds:g} s, so this worker ends.")
+            self._compute()
+        if self._number is not None:
+            seconds = time.monotonic() - self._joined_at
+            self._send(0, Tally(worker=self._number, seconds=seconds, computing=self._computing, reading=self._reading))
+        self._empty(connections)
+
+    def _empty(self, connections: Connections) -> None:
+        """What waits goes out before the connections end."""
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while self._outbox.waits and time.monotonic() < deadline:
+            for event in connections.poll(0.005):
+                if isinstance(event, Lost):
+                    self._forget(event.peer)
+            self._outbox.flush()
+
+    def _greet(self, server: int) -> None:
+        """Server 0 gives the number; the others are told it."""
+        if server == 0 or self._number is not None:
+            self._send(server, Hello(worker=self._number, digest=self._digest))
+
+    def _forget(self, peer: int) -> None:
+        self._outbox.forget(peer)
+        server = self._servers.pop(peer)
+        self._peers.pop(server, None)
+        self._welcome.discard(server)
+
+    def _hear(self, event: Message) -> None:
+        server = self._servers.get(event.peer)
+        if server is None:
+            return
+        try:
+            message = decode(event.header, event.tensors, self._holdings[server])
+        except MessageError:  # of a server that has the key, and so of another version; what it meant is asked for again when it is missed
+            return
+        if isinstance(message, Welcome):
+            self._welcomed(server, message.worker)
+        elif self._worker is not None:
+            self._say(self._worker.receive(message))
+
+    def _welcomed(self, server: int, number: int) -> None:
+        self._welcome.add(server)
+        if self._number is None:
+            self._number = number
+            self._worker = Worker(number, len(self._addresses))
+            self._joined_at = time.monotonic()
+            self._tell({"event": "number", "worker": number})
+            self._tell({"event": "joined"})
+            for other in self._peers:
+                if other != server:
+                    self._greet(other)
+        assert self._worker is not None
+        if len(self._welcome) == len(self._addresses):
+            self._say(self._worker.connected())
+
+    def _compute(self) -> None:
+        worker = self._worker
+        if worker is None or worker.task is None or worker.ended:
+            return
+        task, began = worker.task, time.monotonic()
+        chunks = self._shares.read(task.share)
+        read = time.monotonic()
+        self._replica.load([part.values for part in task.parts], task.parts[0].buffers or {})
+        computed = self._replica.compute(worker.number, chunks)
+        self._reading += read - began
+        self._computing += time.monotonic() - read
+        self._leave_if_told()
+        self._say(worker.computed(computed))
+
+    def _leave_if_told(self) -> None:
+        if self._stop and not self._leaving and self._worker is not None:
+            self._leaving = True
+            self._say(self._worker.leave())
+
+    def _say(self, sent: Sent) -> None:
+        for address, message in sent:
+            self._send(address.number if address.kind == "server" else 0, message)
+
+    def _send(self, server: int, message: object) -> None:
+        peer = self._peers.get(server)
+        if peer is not None:
+            self._outbox.send(peer, *encode(message, self._holdings[server]))

@@ -1,0 +1,106 @@
+"""What a process does that was started as a server or a worker, and one that joins a run from elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from meshloom.asynchronous.messaging.handshake import Description
+from meshloom.asynchronous.messaging.keys import read_worker_key
+from meshloom.asynchronous.roles.server_process import ServerProcess
+from meshloom.asynchronous.roles.worker_process import WorkerProcess, ask
+from meshloom.asynchronous.state.settings import Settings, inner_plan
+from meshloom.asynchronous.state.worker_model import Computing, WorkerReplica
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.jobfile import as_program, load_job
+from meshloom.core.plan import Plan
+from meshloom.launch.allocator import keep_freed_memory
+from meshloom.launch.events import tell
+from meshloom.launch.processes.signals import noted_signals
+from meshloom.launch.processes.worker_team_processes import run_team
+from meshloom.launch.role import Role
+
+_FOR_EVER_SECONDS = 1e7  # how long a rank waits for what its worker is given
+
+
+def play(role: Role) -> None:
+    """Be what the launcher has started this process as, until the run is over or the launcher says so."""
+    keep_freed_memory()
+    with noted_signals() as signals, as_program(role.target, role.words):
+        job, plan = load_job(role.target), Plan.parse(role.plan)
+        assert job is not None, "the launcher has loaded it"
+        if role.kind == "server":
+            ServerProcess(role, job, plan, Settings.from_json(role.settings), signals, tell).run()
+        elif role.rank is None:
+            _work(role, job, None, signals)
+        else:
+            _be_rank(role, job, plan, signals)
+
+
+def join(job: Job, target: str, words: tuple[str, ...], plan: Plan | None, address: str, key: Path, timeout_seconds: float) -> None:
+    """Be a further worker of the run whose server 0 is at HOST:PORT.
+
+    target, words: the job's FILE.py:NAME, and its sys.argv after its name. plan: what the user says it is; None: nothing.
+    Raises `PlanError` or `JobError` if it is another run, `EndpointError` if the key is another's, `PeerLostError` if servers stay away so long.
+    """
+    role = Role(
+        kind="worker", target=target, words=words, plan="", settings="", number=0, start=1, directory=str(key.parent),
+        addresses=(address,), head="", key=str(key), timeout_seconds=timeout_seconds,
+    )  # fmt: skip
+    keep_freed_memory()
+    with noted_signals() as signals:
+        _work(role, job, plan, signals)
+
+
+def _work(role: Role, job: Job, plan: Plan | None, signals: list[int]) -> None:
+    """Be a worker, or start its ranks if it has several. plan: what the user says the run's is; None: nothing."""
+    description = _ask(role, signals)
+    if description is None:
+        return
+    there = Plan.parse(description.plan)
+    if plan is not None and plan != there:
+        raise PlanError(f"The run at {role.addresses[0]} has the plan {there}, and the command line says --plan {plan}. Leave it out when joining.")
+    inner = inner_plan(there)
+    if inner.mesh.size > 1:
+        command = [sys.executable, "-m", "meshloom.asynchronous", role.directory]
+        run_team(command, replace(role, plan=str(there)), inner.mesh, str(inner), signals)
+    else:
+        _worker(role, job, there, description, signals, _alone(job, there)).run()
+
+
+def _alone(job: Job, plan: Plan) -> Computing:
+    """On what a worker of one rank computes."""
+    if not plan.reads:
+        return WorkerReplica(job, plan, torch.device("cpu"), None)
+    from meshloom.asynchronous.roles.worker_team import TeamReplica  # what reads programs takes long to import, and other workers do without
+    from meshloom.launch.one_process import world_in_one_process
+
+    return TeamReplica(job, plan, world_in_one_process(inner_plan(plan).mesh, "cpu"), None)
+
+
+def _be_rank(role: Role, job: Job, plan: Plan, signals: list[int]) -> None:
+    """One of several ranks of a worker. The first is the worker, the others compute what it says."""
+    from meshloom.asynchronous.roles.worker_team import TeamReplica
+    from meshloom.launch import open_world
+
+    with open_world(inner_plan(plan).mesh, "cpu", _FOR_EVER_SECONDS) as world:
+        replica = TeamReplica(job, plan, world, None)
+        if not world.main:
+            replica.follow()
+        elif (description := _ask(role, signals)) is not None:
+            _worker(role, job, plan, description, signals, replica).run()
+        replica.close()
+
+
+def _worker(role: Role, job: Job, plan: Plan, description: Description, signals: list[int], replica: Computing) -> WorkerProcess:
+    key = read_worker_key(Path(role.key))
+    return WorkerProcess(job, plan, description, role.addresses[0], key, role.timeout_seconds, signals, tell, replica)
+
+
+def _ask(role: Role, signals: list[int]) -> Description | None:
+    """What the run is; None if a signal came first."""
+    return ask(role.addresses[0], read_worker_key(Path(role.key)), role.timeout_seconds, signals)

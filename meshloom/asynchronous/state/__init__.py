@@ -1,0 +1,1 @@
+"""What servers hold and workers compute with."""

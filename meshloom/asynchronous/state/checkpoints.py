@@ -1,0 +1,106 @@
+"""Snapshots of an asynchronous run as checkpoints on disk, and back: whole tensors, so that any number of servers can go on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshloom.asynchronous.protocol.head import first_state
+from meshloom.asynchronous.protocol.ledger import Ledger
+from meshloom.asynchronous.protocol.messages import Kind
+from meshloom.asynchronous.state.parameters import Content
+from meshloom.asynchronous.state.push_shares import Shares
+from meshloom.asynchronous.state.settings import Settings
+from meshloom.asynchronous.state.worker_model import Computing
+from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, passed_over, save
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.steps import run_in_steps
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.parameters.shards import Shards
+
+
+def write_snapshot(
+    directory: Path, version: int, contents: Sequence[Content], state: Any, model: nn.Module, job: Job, plan: Plan, replaced: Sequence[Path] = ()
+) -> Path:
+    """Save the snapshot after update `version`; its path. contents: of all servers. state: the head's. model: loaded with it. replaced: of `save`."""
+    values = {
+        "updater": contents[0].settings,
+        "seed": job.seed,
+        "batch_size": job.batch_size,
+        "asynchronous": {"state": state, "dp": plan.dp, "microbatches": plan.microbatches},
+    }
+    steps = save(
+        directory,
+        version,
+        weights=model.state_dict(),
+        pieces=[piece for content in contents for piece in content.pieces],
+        values=values,
+        fingerprint=Shards({}, None).fingerprint(model),
+        plan_text=str(plan),
+        group=simulated_groups(1)[0],
+        keep=job.keep_checkpoints,
+        replaced=replaced,
+    )
+    return run_in_steps([steps])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins: after update `version`, with the head's `state`. checkpoint: with the parameters; None: the job's own."""
+
+    version: int
+    state: Any
+    checkpoint: Checkpoint | None
+
+    @staticmethod
+    def find(settings: Settings, job: Job, plan: Plan, shares: Shares, model: nn.Module) -> Start:
+        """At the checkpoint that the settings name, or at the beginning. Raises `CheckpointError` for one that this run cannot go on from."""
+        if settings.resume is None:
+            return Start(version=0, state=first_state(), checkpoint=None)
+        checkpoint = Checkpoint.open(find(settings.resume))
+        checkpoint.check_steps_left(settings.steps)
+        return Start(version=checkpoint.step, state=read_state(checkpoint, job, plan, shares, model), checkpoint=checkpoint)
+
+    @property
+    def note(self) -> str:
+        """A line about newer checkpoints that were passed over; "" if there are none."""
+        return passed_over(self.checkpoint.path) if self.checkpoint else ""
+
+    def snapshot(self, replica: Computing, server: int) -> tuple[Kind, Content | None]:
+        """What server `server` has then."""
+        kind = Kind(incarnation=0, state=self.state)
+        return kind, read_content(self.checkpoint, replica, server) if self.checkpoint else None
+
+
+def read_content(checkpoint: Checkpoint, replica: Computing, server: int) -> Content:
+    """What server `server` holds after the checkpoint's last update."""
+    weights = checkpoint.weights()
+    return Content(
+        values=[
+            weights[each.name].reshape(-1)[each.start : each.stop].to(each.parameter.device, each.parameter.dtype)
+            for each in replica.division[server]
+        ],
+        buffers={name: weights.get(name, buffer).to(buffer.device, buffer.dtype) for name, buffer in replica.model.named_buffers()},
+        read=checkpoint.read,
+        shapes={key: checkpoint.shape(key) for key in checkpoint.keys()},  # noqa: SIM118  (a checkpoint is no dict)
+        settings=checkpoint.values["updater"],
+    )
+
+
+def read_state(checkpoint: Checkpoint, job: Job, plan: Plan, shares: Shares, model: nn.Module) -> Any:
+    """The head's state. A synchronous run has used the samples of as many whole batches as it has made steps.
+
+    Raises `CheckpointError` if the checkpoint is of another model, or its data would not go on where it stopped.
+    """
+    checkpoint.check(Shards({}, None).fingerprint(model))
+    values: Any = checkpoint.values
+    checkpoint.check_data(job)
+    if "asynchronous" in values:
+        check_same_data(values["asynchronous"], {"dp": plan.dp, "microbatches": plan.microbatches}, "the plan")
+        return values["asynchronous"]["state"]
+    return {"ledger": Ledger(shares.first_of(checkpoint.step)).state(), "ages": {}}

@@ -1,0 +1,150 @@
+"""What a server of an asynchronous run holds: its slices of the parameters, with the job's optimizer and scheduler over them.
+
+Clipping needs the norm of the whole gradient. The worker, who has all of it, computes that norm and sends it along, so every server scales its part alike.
+Server 0 also holds the buffers: whole numbers (counters) add up, everything else is what the newest push says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.asynchronous.state.division import divide_over_servers
+from meshloom.checkpoint.checkpoint import Piece
+from meshloom.comm.group import Group
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.steps import run_in_steps
+from meshloom.core.job import Job
+from meshloom.exchange.exchange import Slice
+from meshloom.optimizer.sparse_parameters import refuse_sparse_adam
+from meshloom.optimizer.updater import Updater
+from meshloom.optimizer.user_optimizer import make_optimizers
+from meshloom.parameters.model import build_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """A server's part of a snapshot.
+
+    values: of each of its slices, flat. buffers: by name, of server 0. read, shapes, settings: the optimizer's state, as `Updater.load` takes it.
+    pieces: the same state, to be saved.
+    """
+
+    values: Sequence[Tensor]
+    buffers: Mapping[str, Tensor]
+    read: Callable[[str, int, int], Tensor]
+    shapes: Mapping[str, Sequence[int]]
+    settings: Any
+    pieces: Sequence[Piece] = ()
+
+    @staticmethod
+    def of_pieces(*, values: Sequence[Tensor], buffers: Mapping[str, Tensor], settings: Any, pieces: Sequence[Piece]) -> Content:
+        """A content whose optimizer state is read from the pieces that it is saved as, one of each key."""
+        kept = {each.key: each for each in pieces}
+        return Content(
+            values=values,
+            buffers=buffers,
+            read=lambda key, start, stop: kept[key].tensor[start - kept[key].start : stop - kept[key].start],
+            shapes={key: each.shape for key, each in kept.items()},
+            settings=settings,
+            pieces=pieces,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ownership:
+    """For the one optimizer path: these slices are updated here, by nobody else."""
+
+    owned: Sequence[Slice]
+    owners: Group | None
+    one_copy: bool = False
+
+
+class Parameters:
+    """The holdings of server `number` of `num_servers`. content: of a snapshot; None: the job's own start. whole: as `divide_over_servers`."""
+
+    def __init__(
+        self, job: Job, number: int, num_servers: int, *, whole: bool, device: torch.device, dtype: torch.dtype | None, content: Content | None
+    ) -> None:
+        self.model = model = build_model(job, device, dtype)
+        named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._clip = job.clip_grad_norm
+        self._slices = divide_over_servers(named, num_servers, whole=whole)[number]
+        self._alone = simulated_groups(1)[0]
+        here = {each.name for each in self._slices}
+        made = make_optimizers(job, named)
+        refuse_sparse_adam(made.optimizers, "in messages of exchange=async")
+        self._updater = Updater(
+            replace(job, clip_grad_norm=None),  # see `_scale`
+            named,
+            _Ownership(owned=self._slices, owners=self._alone if num_servers > 1 else None),
+            parts=[(name, each) for name, each in named if name in here],
+            made=made,
+        )
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if number == 0 else {}
+        self._first = number == 0
+        if content is not None:
+            for slice_, value in zip(self._slices, content.values, strict=True):
+                slice_.data().copy_(value)
+            for name, buffer in self._buffers.items():
+                buffer.copy_(content.buffers[name])
+            self._updater.load(content.read, content.shapes, content.settings)
+
+    def apply(self, gradients: Sequence[Tensor | None], changes: Mapping[str, Tensor] | None, *, loss: float, norm: float, rate: float) -> None:
+        """Make one update. gradients: of each slice, flat; None was not used. They are scaled in place."""
+        if self._clip is not None:
+            _scale(gradients, norm, self._clip)
+        run_in_steps([self._updater.update(gradients, loss, rate=rate)])
+        for name, change in (changes or {}).items():
+            buffer = self._buffers[name]
+            buffer.add_(change) if _counts(buffer) else buffer.copy_(change)
+
+    def values(self) -> tuple[list[Tensor], dict[str, Tensor] | None]:
+        """Copies, to be sent: of each slice, and of the buffers."""
+        return [each.data().clone() for each in self._slices], {name: each.clone() for name, each in self._buffers.items()} if self._first else None
+
+    def snapshot(self) -> Content:
+        """Copies of everything."""
+        values, buffers = self.values()
+        pieces, _, settings = run_in_steps([self._updater.state(self._alone, by_itself=True)])[0]
+        kept = [replace(each, tensor=each.tensor.clone()) for each in pieces]
+        return Content.of_pieces(values=values, buffers=buffers or {}, settings=settings, pieces=kept)
+
+    def notes(self) -> list[str]:
+        """What the user should know before the first update."""
+        return self._updater.notes()
+
+    def learning_rates(self) -> list[float]:
+        """Of every group of every optimizer that has one."""
+        return self._updater.learning_rates()
+
+
+def changes_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a push says of buffers that a share has changed: by how much, of whole numbers; else what they are now."""
+    return {name: each - before[name] if _counts(each) else each.clone() for name, each in after.items() if not torch.equal(each, before[name])}
+
+
+def what_is_not_finite(gradients: Sequence[Tensor | None], loss: float, norm: float) -> str:
+    """Which part of a push is no number, in words; "" if all are. An update with it would make all parameters so."""
+    if not math.isfinite(loss):
+        return "loss"
+    if not math.isfinite(norm):
+        return "norm"
+    return "" if all(bool(each.isfinite().all()) for each in gradients if each is not None) else "gradient"
+
+
+def _counts(buffer: Tensor) -> bool:
+    return not buffer.is_floating_point() and not buffer.is_complex() and buffer.dtype != torch.bool
+
+
+def _scale(gradients: Sequence[Tensor | None], norm: float, largest: float) -> None:
+    """As `clip` does in a synchronous step: by largest / (norm + 1e-6), at most 1."""
+    factor = (largest / (torch.tensor(norm, dtype=torch.float64) + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(factor)

@@ -1,0 +1,79 @@
+"""What a run of an asynchronous plan is told beside its job and plan, and when it takes, evaluates and saves snapshots because of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshloom.asynchronous.protocol.circumstances import Circumstances
+from meshloom.asynchronous.protocol.head import Rules
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+
+DEFAULT_SNAPSHOT_EVERY = 100
+DEFAULT_LISTEN = "127.0.0.1:0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a run goes beside its job and plan.
+
+    steps: updates of the whole run. overwrite: whether an earlier run's checkpoints in `out` may go.
+    snapshot_every: updates between snapshots to which servers can go back. circumstances: of a virtual clock.
+    listen: of processes, HOST:PORT of server 0. timeout_seconds: how long they wait for a worker, or for a server, before they give up.
+    """
+
+    steps: int
+    out: Path | None = None
+    resume: Path | None = None
+    overwrite: bool = False
+    dtype: torch.dtype | None = None
+    snapshot_every: int = DEFAULT_SNAPSHOT_EVERY
+    circumstances: Circumstances = field(default_factory=Circumstances)
+    listen: str = DEFAULT_LISTEN
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.snapshot_every < 1:
+            raise PlanError(f"snapshot_every={self.snapshot_every} must be 1 or more updates.")
+
+    def to_json(self) -> str:
+        """What servers and workers of a run on processes are told of it."""
+        paths = {name: str(value.absolute()) if value is not None else None for name, value in (("out", self.out), ("resume", self.resume))}
+        return json.dumps({"steps": self.steps, "snapshot_every": self.snapshot_every, "timeout_seconds": self.timeout_seconds, **paths})
+
+    @staticmethod
+    def from_json(text: str) -> Settings:
+        """The inverse of `to_json`."""
+        values: dict[str, Any] = json.loads(text)
+        for name in ("out", "resume"):
+            values[name] = Path(values[name]) if values[name] is not None else None
+        return Settings(**values)
+
+    def evaluates(self, job: Job, version: int) -> bool:
+        """Whether the snapshot after update `version` is evaluated."""
+        return job.evaluate is not None and (version == self.steps or version % job.evaluate.every == 0)
+
+    def saves(self, job: Job, version: int) -> bool:
+        """Whether it is saved as a checkpoint."""
+        return self.out is not None and (version == self.steps or (job.checkpoint_every is not None and version % job.checkpoint_every == 0))
+
+    def rules(self, job: Job, plan: Plan) -> Rules:
+        """For the head."""
+        periods = [self.snapshot_every, *([job.evaluate.every] if job.evaluate else [])]
+        periods += [job.checkpoint_every] if self.out and job.checkpoint_every else []
+        return Rules(num_servers=plan.servers, staleness=plan.staleness, steps=self.steps, keep_every=periods, rate_by_age=plan.rate_by_age)
+
+
+def inner_plan(plan: Plan) -> Plan:
+    """How one worker of an asynchronous plan computes: the plan without what is between workers.
+
+    >>> str(inner_plan(Plan.parse("dp=4,tp=2,exchange=async,servers=2,microbatches=2")))
+    'dp=1,tp=2,microbatches=2'
+    """
+    return replace(plan, dp=1, exchange="all_reduce", servers=1, staleness=None, rate_by_age=False)

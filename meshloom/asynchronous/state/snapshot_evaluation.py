@@ -1,0 +1,72 @@
+"""Looks at snapshots of an asynchronous run, which are of one version on all servers: evaluates them, and saves them as checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshloom.asynchronous.state.checkpoints import write_snapshot
+from meshloom.asynchronous.state.parameters import Content
+from meshloom.asynchronous.state.settings import Settings
+from meshloom.asynchronous.state.worker_model import Computing
+from meshloom.checkpoint.run_directory import open_directory
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.steps import run_in_steps
+from meshloom.core.errors import CheckpointError, JobError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.data.data import Chunk, build_dataset, evaluation_chunks
+from meshloom.replica.trial_evaluation import untouched
+
+
+class Inspection:
+    """replica: its model takes the values of whatever is looked at."""
+
+    def __init__(self, job: Job, plan: Plan, settings: Settings, replica: Computing) -> None:
+        self._job, self._plan, self._settings, self._replica = job, plan, settings, replica
+        self._data: Any = None
+        self._replaced: list[Path] = []  # an earlier run's checkpoints, until this run has its own
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """As it was looked at last."""
+        return self._replica.model
+
+    def try_out(self) -> None:
+        """Before the first update: see that `out` can be written and loses nothing unasked, and evaluate one batch with the model as the job built it."""
+        group, settings = simulated_groups(1)[0], self._settings
+        self._replaced = run_in_steps([open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)])[0]
+        if self._job.evaluate is not None:
+            with untouched(self.model):
+                self._replica.evaluate(self._chunks(num_batches=1))
+
+    def load(self, contents: Sequence[Content | None]) -> None:
+        """Take the values of a snapshot, by server."""
+        there = [content for content in contents if content is not None]
+        if there:  # else nothing has run yet: the model is as the job built it
+            self._replica.load([content.values for content in there], there[0].buffers)
+
+    def evaluate(self, contents: Sequence[Content | None]) -> dict[str, float]:
+        """Every metric of the job's `Evaluate` over all of its data."""
+        if self._job.evaluate is None:
+            raise JobError("This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every).")
+        self.load(contents)
+        return self._replica.evaluate(self._chunks())
+
+    def save(self, version: int, contents: Sequence[Content], state: Any) -> Path:
+        """Write a checkpoint into `out`; its path. state: the head's."""
+        if self._settings.out is None:
+            raise CheckpointError("There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY.")
+        self.load(contents)
+        path = write_snapshot(self._settings.out, version, contents, state, self.model, self._job, self._plan, self._replaced)
+        self._replaced = []
+        return path
+
+    def _chunks(self, num_batches: int | None = None) -> Iterator[Chunk]:
+        assert self._job.evaluate is not None
+        if self._data is None:
+            self._data = build_dataset(self._job.evaluate.data, self._job.seed)
+        return evaluation_chunks(self._data, self._job, Plan(), simulated_groups(1)[0], num_batches=num_batches)

@@ -1,0 +1,79 @@
+"""Processes that this one has started: what they say is heard, and none of them is left when this one ends.
+
+start -> listen, bury_ended, listen, ... -> close
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from meshloom.launch.processes.guard import Guard
+from meshloom.launch.processes.rank_process import RankProcess
+
+
+class Children:
+    """guard: ends them if this process is killed; it is whoever makes this that enters and leaves it. `processes`: in the order of their start."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.processes: list[RankProcess] = []
+        self._guard = guard
+        self._selector = selectors.DefaultSelector()
+
+    def start(self, name: str, prefix: str | None, command: Sequence[str], environment: Mapping[str, str], passed: Sequence[int] = ()) -> RankProcess:
+        """Start one more; arguments as of `RankProcess`. Raises `OSError` if that cannot be."""
+        process = RankProcess(name, prefix, command, environment, passed)
+        self.processes.append(process)
+        self._guard.tell("+", process.group)
+        for descriptor in process.descriptors:
+            self._selector.register(descriptor, selectors.EVENT_READ, process)
+        return process
+
+    def listen(self, seconds: float) -> None:
+        """Take what they say, waiting for the first of it at most this long."""
+        for key, _ in self._selector.select(seconds):
+            if not key.data.read(key.fd):
+                self._selector.unregister(key.fd)
+
+    def bury_ended(self) -> list[RankProcess]:
+        """Those that have ended since the last call."""
+        ended = [process for process in self.processes if process.bury_if_ended()]
+        for process in ended:
+            self._guard.tell("-", process.group)
+        return ended
+
+    def remove(self, process: RankProcess) -> None:
+        """End one, and forget it."""
+        for descriptor in process.descriptors:
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+        process.close()
+        self._guard.tell("-", process.group)
+        self.processes.remove(process)
+
+    def kill(self) -> None:
+        """End all at once, and forget them."""
+        for process in self.processes:
+            process.send(signal.SIGKILL)
+        while self.processes:
+            self.remove(self.processes[0])
+
+    def close(self) -> None:
+        """The same, at the end."""
+        try:
+            self.kill()
+        finally:
+            self._selector.close()
+
+
+def open_store() -> tuple[dist.Store, int]:
+    """A store in this process, and its port of this machine, where ranks that are started here meet. It goes when nobody holds it any more."""
+    # It takes over a socket that is bound already, to this machine alone.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore("127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())), port

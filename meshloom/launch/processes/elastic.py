@@ -1,0 +1,232 @@
+"""Starts the servers and workers of an asynchronous run on this machine, starts servers again that were killed, and ends all of them.
+
+    launcher     holds the sockets that servers listen on, so that a server which comes back has its address, and hears what servers and workers tell
+    server 0     has the head too
+    server k     talks to the head over a socket of its own, with keys that workers do not have
+    worker       as one that joins from elsewhere
+
+A worker that is killed stays away. One that fails, and a server that fails, end the run: the same error would be everybody's.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from meshloom.asynchronous.messaging.keys import make_keys, write_key
+from meshloom.asynchronous.messaging.sockets import locate
+from meshloom.core.errors import EndpointError
+from meshloom.launch.environment import role_environment
+from meshloom.launch.failure import EndedError
+from meshloom.launch.processes.children import Children
+from meshloom.launch.processes.guard import Guard
+from meshloom.launch.processes.hang import process_state
+from meshloom.launch.processes.rank_process import RankProcess
+from meshloom.launch.role import Role
+
+MOST_STARTS = 5  # of a server, without an update in between
+STOPPED_SECONDS = 10.0  # how long a server may be stopped (SIGSTOP): all workers wait for it
+WORKER_KEY, SERVER_KEY, HEAD_KEYS = "worker.key", "server.key", ("head-server.key", "head-worker.key")
+_WILDCARDS = ("0.0.0.0", "::", "[::]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What all processes run, a module, and what they are told: the job's FILE.py:NAME and its sys.argv after its name, the plan and the settings as text."""
+
+    module: str
+    target: str
+    plan: str
+    settings: str
+    words: tuple[str, ...] = ()
+
+
+class ElasticProcesses:
+    """A context manager. directory: of this run alone. listen: HOST:PORT of server 0; server k has the k-th port after it, if that is not 0.
+
+    ranks_per_worker: processes of a worker, which it starts itself if there are several.
+    Raises `EndpointError` for an address that cannot be listened at.
+    """
+
+    def __init__(self, program: Program, directory: Path, listen: str, *, num_servers: int, num_workers: int, ranks_per_worker: int = 1) -> None:
+        self._program, self._directory, self._num_workers, self._ranks_per_worker = program, directory, num_workers, ranks_per_worker
+        self._command = [sys.executable, "-m", program.module, str(directory)]
+        self._stack = ExitStack()
+        guard = self._stack.enter_context(Guard())
+        self._children = Children(guard)
+        self._stack.callback(self._children.close)  # there is nothing to be saved: snapshots are whole at any moment
+        self._servers: dict[int, RankProcess] = {}
+        self._workers: list[RankProcess] = []
+        self._running: dict[int, float] = {}  # when each server was last seen not to be stopped
+        self._starts: Counter[int] = Counter()
+        self._since_update: Counter[int] = Counter()  # starts of each server
+        self._notes: list[str] = []
+        self._dismissed = False
+        with self._stack as building:
+            guard.removes(directory.resolve())
+            _write_keys(directory)
+            host, port = locate(listen)[:2]
+            self._listening = [building.enter_context(_listen(host, port + number if port else 0)) for number in range(num_servers)]
+            self._head = building.enter_context(_listen(host, 0)) if num_servers > 1 else None
+            self._stack = building.pop_all()
+        shown = listen.rpartition(":")[0]
+        self.addresses = tuple(f"{shown}:{each.getsockname()[1]}" for each in self._listening)
+
+    def start(self) -> None:
+        """All servers, and the workers."""
+        for number in range(len(self._listening)):
+            self._start_server(number)
+        for number in range(self._num_workers):
+            self._workers.append(self._start("a worker", "[worker]", self._role("worker", number, 1, self._reached(), ""), ()))
+
+    @property
+    def worker_key(self) -> Path:
+        """What somebody who wants to join needs."""
+        return self._directory / WORKER_KEY
+
+    def starting(self) -> bool:
+        """Whether a worker that was started here has not been let in yet."""
+        return any(worker.exit_code is None and not worker.joined for worker in self._workers)
+
+    def moved(self) -> None:
+        """There was an update: a server that is killed now has not died of being started."""
+        self._since_update.clear()
+
+    def poll(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+        """What was told, and by whom, after waiting for the first at most this long. Raises `EndedError` when a process has failed."""
+        self._children.listen(seconds)
+        self._wake_servers()
+        ended = self._children.bury_ended()
+        told = [(process, event) for process in self._children.processes for event in process.told]
+        for process, event in told:
+            process.told.clear()
+            if event["event"] == "number":  # a worker knows now what it is called
+                process.name, process.prefix = f"worker {event['worker']}", f"[worker {event['worker']}]"
+        self._see_to(ended)
+        return [(process.name, event) for process, event in told]
+
+    def stopped(self) -> list[str]:
+        """Names of processes that are stopped (SIGSTOP)."""
+        return [each.name for each in self._children.processes if each.exit_code is None and process_state(each.group).state == "T"]
+
+    def ended_workers(self) -> list[str]:
+        """How workers that failed or were killed ended, each in a few words."""
+        return [f"{worker.name} {worker.how_it_ended}" for worker in self._workers if worker.exit_code]
+
+    def take_notes(self) -> list[str]:
+        """What the user should know of processes that came to an end."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def dismiss(self, workers_seconds: float, servers_seconds: float) -> list[tuple[str, dict[str, Any]]]:
+        """The run is over: wait for workers to go, then ask servers to; what was told meanwhile."""
+        self._dismissed = True
+        told = self._wait(self._workers, workers_seconds)
+        for server in self._servers.values():
+            server.send(signal.SIGTERM)
+        return told + self._wait(list(self._servers.values()), servers_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _wait(self, processes: Sequence[RankProcess], seconds: float) -> list[tuple[str, dict[str, Any]]]:
+        told: list[tuple[str, dict[str, Any]]] = []
+        deadline = time.monotonic() + seconds
+        while any(each.exit_code is None for each in processes) and time.monotonic() < deadline:
+            told += self.poll(0.02)
+        return told + self.poll(0.0)
+
+    def _wake_servers(self) -> None:
+        """One that is stopped is killed after a while, and so started again: nobody else can do what it does."""
+        now = time.monotonic()
+        for number, server in self._servers.items():
+            if server.exit_code is not None or process_state(server.group).state != "T":
+                self._running[number] = now
+            elif now > self._running[number] + STOPPED_SECONDS:
+                self._notes.append(f"server {number} has been stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and all workers need it: it is killed")
+                server.send(signal.SIGKILL)
+                self._running[number] = now
+
+    def _start_server(self, number: int) -> None:
+        self._running[number] = time.monotonic()
+        self._starts[number] += 1
+        self._since_update[number] += 1
+        sockets = [self._listening[number], *([self._head] if self._head is not None and number == 0 else [])]
+        descriptors = tuple(each.fileno() for each in sockets)
+        head = f"{self._host()}:{self._head.getsockname()[1]}" if self._head is not None else ""
+        role = replace(self._role("server", number, self._starts[number], self.addresses, head), listening=descriptors)
+        self._servers[number] = self._start(f"server {number}", f"[server {number}]", role, descriptors)
+
+    def _role(self, kind: Literal["server", "worker"], number: int, start: int, addresses: tuple[str, ...], head: str) -> Role:
+        program = self._program
+        return Role(
+            kind=kind, target=program.target, words=program.words, plan=program.plan, settings=program.settings, number=number, start=start,
+            directory=str(self._directory), addresses=addresses, head=head, key=str(self.worker_key),
+        )  # fmt: skip
+
+    def _start(self, name: str, prefix: str, role: Role, passed: Sequence[int]) -> RankProcess:
+        return self._children.start(name, prefix, self._command, role_environment(role, self._num_workers * self._ranks_per_worker), passed)
+
+    def _see_to(self, ended: Sequence[RankProcess]) -> None:
+        for process in ended:
+            if self._dismissed:
+                continue
+            failure = process.failure
+            if failure is not None and failure.kind and not failure.consequence:
+                raise EndedError(str(failure.of(process.name)), failure.exit_code)
+            if process in self._workers:
+                self._notes += [f"{process.name} {process.how_it_ended}; the run goes on"] if process.exit_code else []
+            else:
+                self._again(next(number for number, server in self._servers.items() if server is process), process)
+
+    def _again(self, number: int, server: RankProcess) -> None:
+        if self._since_update[number] >= MOST_STARTS:
+            raise EndedError(
+                f"server {number} has ended {MOST_STARTS} times without an update in between; the last time it {server.how_it_ended}.", 1
+            )
+        self._notes.append(f"server {number} {server.how_it_ended}; it is started again")
+        self._children.remove(server)
+        self._start_server(number)
+
+    def _host(self) -> str:
+        """The host at which this machine reaches what listens."""
+        host = self.addresses[0].rpartition(":")[0]
+        if host in _WILDCARDS:
+            return "127.0.0.1" if host == _WILDCARDS[0] else "[::1]"
+        return host
+
+    def _reached(self) -> tuple[str, ...]:
+        return tuple(f"{self._host()}:{each.rpartition(':')[2]}" for each in self.addresses)
+
+
+def _write_keys(directory: Path) -> None:
+    server, worker = make_keys()
+    write_key(directory / SERVER_KEY, server)
+    write_key(directory / WORKER_KEY, worker)
+    head, other = make_keys()
+    write_key(directory / HEAD_KEYS[0], head)
+    write_key(directory / HEAD_KEYS[1], other)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    six = host.startswith("[")
+    family = socket.AF_INET6 if six else socket.AF_INET
+    try:
+        made = socket.create_server((host.strip("[]"), port), family=family)
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise EndpointError(f"Cannot listen at {host}:{port}: {why}. Give an address of this machine and a free port, or port 0.") from None
+    made.setblocking(False)
+    return made

@@ -1,0 +1,134 @@
+"""Finds the rank that hangs: it computes far longer than it ever did, or was stopped, and the others wait for it.
+
+The launcher looks a few times a second at what each rank says that it does (`comm/liveness/activity.py`) and at what the system says of its process.
+A run that is slow, on a machine under load, or held up together with the launcher is none that hangs:
+
+    only in an action of a pipeline whose usual time is known, after the first steps; never in reading, saving, evaluating, or the user's own code
+    for `seconds` and for ten times the longest that such an action took
+    only time counts in which the launcher had its turns too (not while the machine slept), and half of it not spent on waiting for a core
+    only while the other ranks of the replica wait
+
+A stopped process (SIGSTOP) is reported in whatever it was doing.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshloom.comm.liveness.activity import Snapshot
+from meshloom.core.mesh import Mesh
+from meshloom.launch.names import capital, rank_name
+
+DEFAULT_SECONDS = 7.0
+LOOK_SECONDS = 0.25  # between looks
+LONGEST_GAP_SECONDS = 1.0  # between two looks; what is more is the launcher's own sleep
+TIMES_LONGER = 10.0
+WAITING_SECONDS = 1.0  # how long the others have waited
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessState:
+    """What the system says of a process.
+
+    state: R runs or could, S sleeps, D waits for a disk, T is stopped, t is held by a debugger; "" where that cannot be known.
+    starved_seconds: how long its main thread has waited for a core, since it was started.
+    """
+
+    state: str = ""
+    starved_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A rank that hangs, and what to say of it. is_stopped: its process does not run at all."""
+
+    rank: int
+    text: str
+    is_stopped: bool
+
+
+@dataclass
+class _Watched:
+    """A rank in the state it is in since `moved`: how long it was seen in it."""
+
+    moved: float
+    stopped: bool
+    starved_before: float
+    seconds: float = 0.0
+
+
+class HangWatch:
+    """Looks at the ranks of `mesh` from time to time; seconds: how long a rank may do what usually takes less than a tenth of it."""
+
+    def __init__(self, mesh: Mesh, seconds: float) -> None:
+        self._mesh = mesh
+        self._teams = mesh.teams()
+        self._seconds = seconds
+        self._watched: dict[int, _Watched] = {}
+        self._looked: float | None = None
+
+    def look(self, now: float, doing: Sequence[Snapshot | None], processes: Sequence[ProcessState]) -> Hang | None:
+        """The rank that hangs; None if there is none. now: of the monotonic clock. doing, processes: by rank."""
+        gap = min(now - self._looked, LONGEST_GAP_SECONDS) if self._looked is not None else 0.0
+        self._looked = now
+        for rank, (snapshot, process) in enumerate(zip(doing, processes, strict=True)):
+            self._note(rank, gap, snapshot, process)
+        for rank in range(self._mesh.size):
+            if stopped := self._stopped(rank, doing):
+                return Hang(rank=rank, text=stopped, is_stopped=True)
+            if stuck := self._stuck(rank, now, doing, processes):
+                return Hang(rank=rank, text=stuck, is_stopped=False)
+        return None
+
+    def _note(self, rank: int, gap: float, snapshot: Snapshot | None, process: ProcessState) -> None:
+        """Time passed in the same state, or a new one began."""
+        if snapshot is None:  # it is writing, so it moves
+            self._watched.pop(rank, None)
+            return
+        watched, stopped = self._watched.get(rank), process.state == "T"
+        if watched is None or (watched.moved, watched.stopped) != (snapshot.moved, stopped):
+            self._watched[rank] = _Watched(snapshot.moved, stopped, process.starved_seconds)
+        elif process.state not in ("D", "t"):
+            watched.seconds += gap
+
+    def _stopped(self, rank: int, doing: Sequence[Snapshot | None]) -> str | None:
+        watched = self._watched.get(rank)
+        if watched is None or not watched.stopped or watched.seconds < self._seconds or all(each.stopped for each in self._watched.values()):
+            return None
+        name = capital(rank_name(rank, self._mesh))
+        return (
+            f"{name} has been stopped ({signal.SIGSTOP.name}) for {watched.seconds:.0f} s while {doing[rank]}, and the others need it. "
+            "The run was ended; with --hang-seconds 0 it would have waited."
+        )
+
+    def _stuck(self, rank: int, now: float, doing: Sequence[Snapshot | None], processes: Sequence[ProcessState]) -> str | None:
+        snapshot, watched = doing[rank], self._watched.get(rank)
+        if snapshot is None or watched is None or snapshot.phase != "computing" or snapshot.waits or not snapshot.longest_seconds:
+            return None
+        limit = max(self._seconds, TIMES_LONGER * snapshot.longest_seconds)
+        starved = processes[rank].starved_seconds - watched.starved_before
+        team = next(ranks for ranks in self._teams if rank in ranks)
+        others = [doing[other] for other in team if other != rank]
+        if watched.seconds < limit or watched.seconds - starved < limit / 2 or not others:
+            return None
+        if not all(each and each.waits and now - each.moved >= WAITING_SECONDS for each in others):
+            return None
+        how = {"R": "it is running, as in a loop without an end", "S": "it sleeps, as one that waits for a lock or a file"}
+        state = f" ({how[processes[rank].state]})" if processes[rank].state in how else ""
+        return (
+            f"{capital(rank_name(rank, self._mesh))} has been {snapshot} for {now - snapshot.since:.0f} s{state}; it took {snapshot.longest_seconds:.2g} s "
+            "at most before, and the other ranks of its replica wait for it. The run was ended; --hang-seconds SECONDS gives it longer, 0 for ever."
+        )
+
+
+def process_state(process: int) -> ProcessState:
+    """Of a process of this machine, by its number. Nothing is known of one that is gone, or where there is no /proc."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1]
+        starved = int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return ProcessState()
+    return ProcessState(state=state, starved_seconds=starved)

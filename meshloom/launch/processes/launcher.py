@@ -1,0 +1,174 @@
+"""Starts the ranks of a mesh on this machine, watches them, and ends them."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshloom.core.errors import ABORTED
+from meshloom.core.mesh import Mesh
+from meshloom.launch.environment import SCRATCH, rank_environment
+from meshloom.launch.names import capital, rank_name
+from meshloom.launch.processes.children import Children, open_store
+from meshloom.launch.processes.guard import Guard
+from meshloom.launch.processes.hang import DEFAULT_SECONDS, LOOK_SECONDS, HangWatch, process_state
+from meshloom.launch.processes.rank_process import RankProcess
+from meshloom.launch.processes.signals import ONE_REQUEST_SECONDS, noted_signals
+
+CAUSE_SECONDS = 1.5  # how long the launcher waits for the cause, once a rank has reported that another one is gone
+STACK_SECONDS = 0.5  # that a rank which hangs is given to print where
+GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
+
+
+def run_ranks(command: list[str], mesh: Mesh, devices: str, plan_text: str, hang_seconds: float = DEFAULT_SECONDS, transport: str = "auto") -> int:
+    """Run `command` once per rank, as processes of this machine, until all have ended; the exit code.
+
+    devices: "cuda" or "cpu", as `choose_devices` said; ranks find it, and the plan, in their environment.
+    transport: what they talk through, one of `TRANSPORTS`; ranks find it likewise.
+    hang_seconds: how long a rank may hang before the run is ended; 0: for ever. See hang.py.
+    stdout is rank 0's; what the others print goes to stderr, with their rank. The first failure ends all ranks and is printed to
+    stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too: 130, 143, 129; ranks that train save what they have first, unless a second signal
+    comes. No process of the ranks is left, whatever happens.
+    """
+    with noted_signals() as signals:
+        with Guard() as guard, _Ranks(guard) as ranks:
+            hang = HangWatch(mesh, hang_seconds) if hang_seconds else None
+            outcome = ranks.start(command, mesh, devices, plan_text, transport, signals) or ranks.watch(signals, hang)
+            ranks.end(signals)
+        if outcome.text:
+            with suppress(OSError):  # the terminal is gone; the exit code still says it
+                print(outcome.text, file=sys.stderr, flush=True)  # noqa: T201
+        return outcome.exit_code
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    exit_code: int
+    text: str = ""
+
+
+def _stopped(signals: list[int]) -> _Outcome | None:
+    return _Outcome(128 + signals[0], f"Stopped by {signal.Signals(signals[0]).name}; all ranks have ended.") if signals else None
+
+
+class _Ranks:
+    """The rank processes: a context manager that ends them."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._children = Children(guard)
+        self._scratch = tempfile.mkdtemp(prefix="meshloom-")  # for what ranks and their data workers leave behind when they are killed
+        guard.removes(Path(self._scratch).resolve())
+        self._ranks = self._children.processes
+        self._handed_on = 0.0  # when a signal was handed on to the ranks
+        self._heeded = 0  # how many signals that was
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.end([])
+        finally:
+            self._children.close()
+
+    def start(self, command: list[str], mesh: Mesh, devices: str, plan_text: str, transport: str, signals: list[int]) -> _Outcome | None:
+        """Start all ranks, and see to it that they are ended; what stopped that, if anything did."""
+        self._store, port = open_store()
+        secret = secrets.token_hex(32)
+        for number in range(mesh.size):
+            if outcome := _stopped(signals):
+                return outcome
+            try:
+                environment = rank_environment(number, mesh.size, port, secret, devices, plan_text, transport)
+                self._children.start(
+                    rank_name(number, mesh), f"[rank {number}]" if number else None, command, {**environment, SCRATCH: self._scratch}
+                )
+            except OSError as error:
+                return _Outcome(1, f"Rank {number} could not be started: {error}.")
+        return None
+
+    def watch(self, signals: list[int], hang: HangWatch | None) -> _Outcome:
+        """Pass on what the ranks say until all have ended, one has failed or hangs, or a signal came."""
+        looked = time.monotonic()
+        while True:
+            self._children.listen(0.05)
+            self._children.bury_ended()
+            if outcome := self._heed(signals) or self._failed(signals):
+                return outcome
+            if all(rank.exit_code == 0 for rank in self._ranks):
+                return _Outcome(0)
+            if hang and time.monotonic() >= looked + LOOK_SECONDS and not any(rank.failure for rank in self._ranks):
+                looked = time.monotonic()
+                if hung := hang.look(looked, [rank.doing() for rank in self._ranks], [process_state(rank.group) for rank in self._ranks]):
+                    if not hung.is_stopped:
+                        self._show_stack(self._ranks[hung.rank])
+                    return _Outcome(1, hung.text)
+
+    def _heed(self, signals: list[int]) -> _Outcome | None:
+        """Hand a first signal on to ranks that save what they have; after a second one, or where they would not, the run is over."""
+        if not signals:
+            return None
+        now = time.monotonic()
+        if not self._handed_on:
+            if not all(rank.saves for rank in self._ranks):
+                return _stopped(signals)
+            for rank in self._ranks:
+                rank.ask_to_stop(signals[0])
+            self._handed_on = now
+            with suppress(OSError):
+                name = signal.Signals(signals[0]).name
+                print(f"{name}: the ranks finish their step and save; a second signal ends them at once.", file=sys.stderr, flush=True)  # noqa: T201
+        if now < self._handed_on + ONE_REQUEST_SECONDS:
+            self._heeded = len(signals)
+        return _stopped(signals) if len(signals) > self._heeded else None
+
+    def _show_stack(self, rank: RankProcess) -> None:
+        """Let a rank print where its Python is, and pass that on."""
+        rank.ask_for_stack()
+        until = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < until:
+            self._children.listen(0.05)
+
+    def _failed(self, signals: list[int]) -> _Outcome | None:
+        if self._handed_on and any(
+            rank.exit_code in (-signals[0], 128 + signals[0]) and rank.failure and not rank.told_failure for rank in self._ranks
+        ):
+            return _stopped(signals)  # it had just stopped training
+        failures = [failure for rank in sorted(self._ranks, key=lambda rank: rank.failed_at) if (failure := rank.failure)]
+        causes = [failure for failure in failures if not failure.consequence]
+        if causes:
+            return _Outcome(causes[0].exit_code, str(causes[0]))
+        gone = [rank for rank in self._ranks if rank.exit_code == 0]
+        if gone and not gone[0].joined and any(rank.joining and not rank.joined for rank in self._ranks):
+            return _Outcome(1, f"{capital(gone[0].name)} ended before it joined the others, which wait for it.")
+        if not failures or time.monotonic() < min(rank.failed_at for rank in self._ranks if rank.failure) + CAUSE_SECONDS:
+            return None
+        first = min(failures, key=lambda failure: ABORTED in failure.message)  # who waited too long has aborted, and the others only say so
+        if gone:
+            return _Outcome(
+                1, f"{capital(gone[0].name)} ended without an error while {first.who} was still working together with it: {first.message}"
+            )
+        return _Outcome(first.exit_code, "\n".join([str(first), *self._still_at_work()]))
+
+    def _still_at_work(self) -> list[str]:
+        """Which ranks have lost nobody and wait for nobody, while the others have waited too long: it is these that they waited for, one for another."""
+        doing = [(rank, rank.doing()) for rank in self._ranks if rank.joined and rank.failure is None and rank.exit_code is None]
+        busy = [f"{capital(rank.name)} is still {snapshot}." for rank, snapshot in doing if snapshot and not snapshot.waits]
+        return [f"  {' '.join(busy[:3])}"] if busy else []
+
+    def end(self, signals: list[int]) -> None:
+        """End all processes: ask, wait a little (not after a second signal), kill. One that would take the question for a request to save is not asked."""
+        for rank in self._ranks:
+            rank.send(signal.SIGKILL if rank.saves else signal.SIGTERM)
+            rank.send(signal.SIGCONT)  # one that is stopped would not hear it
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(rank.exit_code is None for rank in self._ranks) and time.monotonic() < deadline and len(signals) < 2:
+            self._children.listen(0.02)
+            self._children.bury_ended()
+        self._children.kill()

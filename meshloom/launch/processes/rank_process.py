@@ -1,0 +1,224 @@
+"""One process of a run, as the launcher sees it: what it tells, what it prints, how it ended."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from meshloom.comm.liveness.activity import PAGE_BYTES, Snapshot, new_page, read
+from meshloom.launch.environment import with_report
+from meshloom.launch.events import STACK_SIGNAL
+from meshloom.launch.failure import Failure
+
+CHUNK_BYTES = 1 << 16
+PIPE_BYTES = 1 << 20  # what a pipe can hold at most, as Linux is usually set
+
+
+class RankProcess:
+    """A process that leads a session of its own; whoever makes it closes it.
+
+    name: like "rank 1 (dp=1)", for messages.
+    prefix: of what it prints, which goes to stderr line by line; None: it writes where the launcher does.
+    passed: descriptors that it has too.
+    joining, joined, saves: whether it has told so; the last, that it saves what it has when a signal asks it to end.
+    told: what else it has told, until somebody takes it.
+    failure, failed_at: what ended it, once that is known, and when the launcher noticed. told_failure: whether it has said so itself.
+    exit_code: None until it has ended, which `bury_if_ended` notices.
+    """
+
+    def __init__(self, name: str, prefix: str | None, command: Sequence[str], environment: Mapping[str, str], passed: Sequence[int] = ()) -> None:
+        self.name = name
+        self.prefix = prefix
+        self.told: list[dict[str, Any]] = []
+        self.joining = False
+        self.joined = False
+        self.saves = False
+        self.failure: Failure | None = None
+        self.failed_at = 0.0
+        self.told_failure = False
+        self.exit_code: int | None = None
+        page = _page_file()
+        here, there = os.pipe()
+        try:
+            self._memory = mmap.mmap(page, PAGE_BYTES)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=None if prefix is None else subprocess.PIPE,
+                stderr=None if prefix is None else subprocess.STDOUT,
+                env=with_report(environment, there, page),
+                pass_fds=[there, page, *passed],
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(here)
+            raise
+        finally:
+            os.close(there)
+            os.close(page)
+        self._report = _Lines(here)
+        self._output = _Lines(self._process.stdout.fileno()) if self._process.stdout else None
+
+    @property
+    def group(self) -> int:
+        """The process group that it leads."""
+        return self._process.pid
+
+    @property
+    def how_it_ended(self) -> str:
+        """As the end of a sentence."""
+        code = self.exit_code or 0
+        return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+    def doing(self) -> Snapshot | None:
+        """What it has written that it does, or did when it ended; None if it is just writing."""
+        with memoryview(self._memory) as page:
+            return read(page)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to watch for something to read."""
+        return [lines.descriptor for lines in (self._report, self._output) if lines]
+
+    def read(self, descriptor: int) -> bool:
+        """Take what there is to read, but not more than `CHUNK_BYTES`: others have something to say too. False when nothing can follow."""
+        lines = self._report if descriptor == self._report.descriptor else self._output
+        assert lines
+        self._take(lines)
+        return not lines.ended
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process and its children. Once it is buried its number may be another's: then nothing happens."""
+        if self.exit_code is None:
+            with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
+                os.killpg(self.group, number)
+
+    def ask_to_stop(self, number: int) -> None:
+        """Send a signal to the process itself, not to its children, which it still needs."""
+        if self.exit_code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.group, number)
+
+    def ask_for_stack(self) -> None:
+        """Let the process itself, not its children, print the stack of its main thread (`joining.py` has prepared it for that)."""
+        if self.exit_code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.group, STACK_SIGNAL)
+
+    def bury_if_ended(self, wait: bool = False) -> bool:
+        """Whether it has ended since the last call: then what it leaves behind has been ended too, and its last words have been heard."""
+        if self.exit_code is not None or (self._process.wait() if wait else self._process.poll()) is None:
+            return False
+        self.send(signal.SIGKILL)
+        self.exit_code = self._process.returncode
+        for lines in (self._report, self._output):
+            for _ in range(PIPE_BYTES // CHUNK_BYTES):  # not until its end: somebody in another session may go on writing
+                if not lines or not self._take(lines):
+                    break
+        if self.exit_code and self.failure is None:
+            doing = f" while {self.doing()}"
+            message = f"ended with exit code {self.exit_code}{doing}, and did not say why"
+            if self.exit_code < 0:
+                hint = " (the system does that when memory runs out)" if -self.exit_code == signal.SIGKILL else ""
+                message = f"was killed by {signal_name(-self.exit_code)}{hint}{doing}"
+            self._note(Failure(who=self.name, kind="", message=f"{message}.", line="", traceback="", consequence=False, exit_code=1))
+        return True
+
+    def close(self) -> None:
+        """End it, and close what leads to it."""
+        self.send(signal.SIGKILL)
+        self.bury_if_ended(wait=True)
+        self._print_rest()
+        if self._process.stdout:
+            self._process.stdout.close()
+        os.close(self._report.descriptor)
+        self._memory.close()
+
+    def _take(self, lines: _Lines) -> bool:
+        """Whether there was something to take."""
+        there = lines.read()
+        for line in there or ():
+            self._hear(line) if lines is self._report else self._print(line)
+        if lines is self._output and (lines.ended or len(lines.rest) >= CHUNK_BYTES):
+            self._print_rest()
+        return there is not None
+
+    def _hear(self, line: bytes) -> None:
+        event = json.loads(line)
+        kind = event.pop("event")
+        if kind == "failed":
+            if not self.failure:
+                self.told_failure = True
+                self._note(Failure(**event))
+        elif kind == "saves":
+            self.saves = True
+        elif kind not in ("joining", "joined"):
+            self.told.append({"event": kind, **event})
+        self.joining = self.joining or kind == "joining"
+        self.joined = self.joined or kind == "joined"
+
+    def _note(self, failure: Failure) -> None:
+        self.failure, self.failed_at = failure, time.monotonic()
+
+    def _print(self, line: bytes) -> None:
+        with suppress(OSError):  # the terminal is gone, or the pipe is closed: the ranks must be ended all the same
+            sys.stderr.write(f"{self.prefix} {line.decode(errors='replace')}\n")
+            sys.stderr.flush()
+
+    def _print_rest(self) -> None:
+        """What was printed without an end of line. On the report, that is a message that a killed rank did not finish."""
+        if self._output and self._output.rest:
+            self._print(self._output.rest)
+            self._output.rest = b""
+
+
+class _Lines:
+    """Lines that arrive on a pipe.
+
+    rest: of a line that has not ended.
+    ended: all who could write have ended.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self.rest = b""
+        self.ended = False
+
+    def read(self) -> list[bytes] | None:
+        """The lines that end within the next `CHUNK_BYTES`; None if there is nothing to read, for now or any more."""
+        try:
+            text = os.read(self.descriptor, CHUNK_BYTES)
+        except BlockingIOError:
+            return None
+        self.ended = not text
+        *lines, self.rest = (self.rest + text).split(b"\n")
+        return None if self.ended else lines
+
+
+def _page_file() -> int:
+    """The descriptor of a file of one page that has no name, so that nothing of it stays."""
+    if hasattr(os, "memfd_create"):  # its pages are never written to a disk, which would hold up whoever writes to them
+        descriptor = os.memfd_create("activity")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.write(descriptor, new_page())
+    return descriptor
+
+
+def signal_name(number: int) -> str:
+    """Like SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

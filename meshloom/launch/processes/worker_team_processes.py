@@ -1,0 +1,102 @@
+"""The ranks of one worker of an asynchronous run: started together, ended together, and one worker to everybody else.
+
+    launcher of the run  ----  this process  ----  rank 0   talks with servers, and tells what becomes of it
+                                             ----  rank 1   ...
+
+When one of them is killed the others end too: the worker is lost, the run goes on. When one fails, that is told to the run's launcher.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+
+from meshloom.core.mesh import Mesh
+from meshloom.launch.environment import rank_environment, with_role
+from meshloom.launch.events import tell
+from meshloom.launch.failure import EndedError
+from meshloom.launch.names import rank_name
+from meshloom.launch.processes.children import Children, open_store
+from meshloom.launch.processes.guard import Guard
+from meshloom.launch.processes.launcher import CAUSE_SECONDS
+from meshloom.launch.processes.rank_process import RankProcess
+from meshloom.launch.role import Role
+
+
+def run_team(command: Sequence[str], role: Role, mesh: Mesh, plan_text: str, signals: Sequence[int]) -> None:
+    """Start a process for each rank of `mesh`, and wait until all have ended.
+
+    role: this worker's, which each rank gets with its number. plan_text: of the ranks among themselves.
+    signals: the first lets the worker go once its share is pushed, the second ends it at once.
+    Raises `EndedError` when a rank was killed or has failed.
+    """
+    with _Team() as team:
+        team.start(command, role, mesh, plan_text)
+        team.watch(signals)
+
+
+class _Team:
+    """The rank processes: a context manager that ends them."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Team:
+        self._children = Children(self._stack.enter_context(Guard()))
+        self._stack.callback(self._children.close)
+        self._ranks = self._children.processes
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, command: Sequence[str], role: Role, mesh: Mesh, plan_text: str) -> None:
+        """One process for each rank; they meet in a store of this process."""
+        self._store, port = open_store()
+        secret = secrets.token_hex(32)
+        for number in range(mesh.size):
+            environment = with_role(rank_environment(number, mesh.size, port, secret, "cpu", plan_text), replace(role, rank=number))
+            self._children.start(rank_name(number, mesh), None, command, environment)
+
+    def watch(self, signals: Sequence[int]) -> None:
+        """Pass on what rank 0 tells until all have ended."""
+        leaving = False
+        while any(rank.exit_code is None for rank in self._ranks):
+            self._children.listen(0.05)
+            self._children.bury_ended()
+            self._pass_on()
+            failures = [rank for rank in self._ranks if rank.failure]
+            if failures:
+                self._end(failures[0])
+            if len(signals) > 1:
+                return
+            if signals and not leaving:
+                leaving = True
+                self._ranks[0].send(signal.SIGTERM)
+
+    def _pass_on(self) -> None:
+        told, self._ranks[0].told[:] = list(self._ranks[0].told), []
+        for event in told:
+            tell(event)
+            if event["event"] == "number":  # it has been let in
+                tell({"event": "joined"})
+
+    def _end(self, first: RankProcess) -> None:
+        """Say why, once: the cause if it is heard of soon, else what was noticed first."""
+        for _ in range(round(CAUSE_SECONDS / 0.05)):
+            if any(rank.failure and not rank.failure.consequence for rank in self._ranks):
+                break
+            self._children.listen(0.05)
+            self._children.bury_ended()
+        cause = next((rank for rank in self._ranks if rank.failure and not rank.failure.consequence), first)
+        failure = cause.failure
+        assert failure is not None
+        if failure.kind and not failure.consequence:
+            tell({"event": "failed", **asdict(failure)})
+            raise EndedError(str(failure), failure.exit_code)
+        killed = (cause.exit_code or 0) < 0
+        how = "has lost another one" if failure.consequence and not killed else cause.how_it_ended
+        raise EndedError(f"{cause.name} of this worker {how}, so the worker ends.", 1)
