@@ -95,12 +95,12 @@ def _run_here(arguments: argparse.Namespace) -> int:
             return describe_job(arguments, job, records)
         if arguments.verb == "plan":
             if arguments.trial:
-                from meshloom.trials import try_here
+                from meshloom.measure.trials import try_here
 
                 try_here(job, arguments.transport, arguments.trial_steps, Path(arguments.trial))
                 return 0
             if arguments.companion:
-                from meshloom.companions import be_companion
+                from meshloom.measure.contention import be_companion
 
                 be_companion(job, [int(each) for each in arguments.companion.split(",")])
                 return 0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from meshloom.planner.measure import measure_memory
-from meshloom.planner.memory import Memory, predict_memory
+from meshloom.planner.memory.measured import measure_memory
+from meshloom.planner.memory.memory import Memory, predict_memory
 from meshloom.program.capture.capture import capture
 from tests.memory_jobs import CASES, SETTINGS, case_of
 

@@ -9,7 +9,7 @@ from meshloom.core.plan import Plan
 from meshloom.machine.links import COLLECTIVES, Crowd, Link
 from meshloom.machine.machine import Machine, example_machine
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.planner.rehearsal import Call, Held, RankStep, Rehearsal
+from meshloom.planner.rehearsal.rehearsal import Call, Held, RankStep, Rehearsal
 
 NOTHING = Held(parameters=0, gradients=0, optimizer=0, buffers=0, kept=0)
 

@@ -20,7 +20,7 @@ from meshloom.planner.advise import advise, recommended
 from meshloom.planner.candidates import candidates
 from meshloom.planner.pricing import Devices, Option, Pricer, at_speed, crowds_of
 from meshloom.planner.reasons import exchange_reason, reason_of, why_of
-from meshloom.planner.rehearse import rehearse
+from meshloom.planner.rehearsal.rehearse import rehearse
 from meshloom.planner.step_seconds import StepPrice, price_step
 from meshloom.report.advice import advice_records, print_advice
 

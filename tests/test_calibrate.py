@@ -10,12 +10,12 @@ import pytest
 import torch
 from rehearsals import machine as example
 
-from meshloom.calibration import Request, joined, numbers_of_ranks
 from meshloom.cli import main
 from meshloom.core.errors import PlanError
 from meshloom.machine.links import COLLECTIVES, Company, Crowd, Link
 from meshloom.machine.machine import KINDS, load
-from meshloom.planner.calibrate import machine_of, measure_operators
+from meshloom.measure.calibration import Request, joined, numbers_of_ranks
+from meshloom.planner.measure.machine_measurement import machine_of, measure_operators
 
 
 @pytest.fixture(autouse=True)

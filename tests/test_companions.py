@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from meshloom import companions
-from meshloom.companions import Companions, advise_beside, numbers_beside
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.measure import contention as companions
+from meshloom.measure.contention import Companions, advise_beside, numbers_beside
 from meshloom.planner.pricing import Devices
 from meshloom.report.advice import advice_records, print_advice
 from tests.jobs import class_loss, make_job
@@ -100,7 +100,7 @@ def test_a_batch_of_one_sample_measures_nothing():
 
 def test_companions_end_when_who_started_them_is_killed(tmp_path: Path):
     program = f"""
-from meshloom import companions
+from meshloom.measure import contention as companions
 from tests.test_companions import crowded
 
 companions.cores = lambda: 2

@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.exchange.buckets.buckets import GradientBuckets
-from meshloom.planner.measure import measure_memory
-from meshloom.planner.memory import predict_memory
+from meshloom.planner.memory.measured import measure_memory
+from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.program import Program
 from tests.memory_jobs import CASES, OPTIMIZERS, SETTINGS

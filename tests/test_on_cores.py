@@ -9,7 +9,7 @@ import pytest
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Action
 from meshloom.pipeline.schedules.timing import run_on_paper
-from meshloom.planner.on_cores import Effort, run_on_cores
+from meshloom.planner.shared_cores import Effort, run_on_cores
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])

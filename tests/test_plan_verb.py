@@ -11,12 +11,12 @@ import pytest
 from rehearsals import machine
 from test_cli import FILE, records
 
-from meshloom import companions
-from meshloom.at_hand import Wish, devices_for
 from meshloom.cli import main
 from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
 from meshloom.machine.machine import machine_file, save
+from meshloom.measure import contention as companions
+from meshloom.measure.at_hand import Wish, devices_for
 
 HERE = "gloo" if why_not() else "shm"
 

@@ -12,7 +12,7 @@ from meshloom.pipeline.stages.cutting import choose_stages
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import rank_shares
 from meshloom.planner.readings import Reading, Readings
-from meshloom.planner.rehearse import rehearse
+from meshloom.planner.rehearsal.rehearse import rehearse
 from meshloom.program.cost.rates import rates_here
 from tests.jobs import make_job
 

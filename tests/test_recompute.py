@@ -20,7 +20,7 @@ from meshloom.comm.steps import Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.random import preserved_draws, seed_everything
 from meshloom.pipeline.schedules.builders import make_schedule
-from meshloom.planner.measure import measure_memory
+from meshloom.planner.memory.measured import measure_memory
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.rates import Rates

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from meshloom.core.job import Job
 from meshloom.pipeline.stages.stages import cut_into_stages
-from meshloom.planner.memory import predict_memory
-from meshloom.planner.stage_kept import kept_bytes_of
+from meshloom.planner.memory.memory import predict_memory
+from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.cost import _costs, costs
 from meshloom.program.cost.cost_fake import fake_tensors

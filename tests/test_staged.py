@@ -16,7 +16,7 @@ from meshloom.cli import main
 from meshloom.core.errors import PlanError
 from meshloom.machine.machine import Machine, example_machine, save
 from meshloom.planner.readings import Readings
-from meshloom.planner.staged import StagePlan, staged
+from meshloom.planner.staged_plan import StagePlan, staged
 from meshloom.report.stages import lines_of
 from tests.test_describe import FILE, Stack, job_of
 

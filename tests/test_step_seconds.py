@@ -13,7 +13,7 @@ from meshloom.core.errors import MachineError
 from meshloom.machine.links import Link
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.planner.rehearsal import Call, RankStep
+from meshloom.planner.rehearsal.rehearsal import Call, RankStep
 from meshloom.planner.step_seconds import Places, price_step
 
 

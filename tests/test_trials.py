@@ -10,11 +10,11 @@ import pytest
 from test_advise import option
 from torch import Tensor, nn
 
+from meshloom.measure.trials import try_plans
 from meshloom.planner.advise import Advice, finalists, tried
-from meshloom.planner.memory import Memory
+from meshloom.planner.memory.memory import Memory
 from meshloom.planner.pricing import Option
 from meshloom.report.advice import advice_records
-from meshloom.trials import try_plans
 from tests.jobs import class_loss, make_job
 
 SECONDS_PER_SAMPLE = 0.01

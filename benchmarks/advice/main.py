@@ -28,14 +28,14 @@ from typing import Any
 from jobs import JOBS
 from turns import Run
 
-from meshloom.at_hand import Wish, devices_for
-from meshloom.companions import Companions, advise_beside
 from meshloom.core.plan import Plan
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.machine.machine import load, machine_file
+from meshloom.measure.at_hand import Wish, devices_for
+from meshloom.measure.contention import Companions, advise_beside
+from meshloom.measure.trials import try_plans
 from meshloom.planner.advise import advise, finalists, recommended
 from meshloom.planner.pricing import Devices, Option
-from meshloom.trials import try_plans
 
 PAIRS = {
     "gpt": ["dp=1", "dp=2", "dp=1,pp=2,microbatches=4", "dp=2,pp=2,microbatches=2"],

@@ -29,8 +29,8 @@ from torch.utils.data import default_collate
 
 import meshloom as ml
 from meshloom.core.jobfile import load_job
-from meshloom.planner.measure import measure_memory
-from meshloom.planner.memory import predict_memory
+from meshloom.planner.memory.measured import measure_memory
+from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
 from meshloom.report.progress import QUIET
 from meshloom.verify.run import verify

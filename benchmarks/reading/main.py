@@ -32,7 +32,7 @@ from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import shares_of
 from meshloom.planner.readings import Readings
-from meshloom.planner.staged import staged
+from meshloom.planner.staged_plan import staged
 
 
 class Samples:

@@ -25,7 +25,7 @@ from gpt import loss, make_data, make_model, make_optimizer
 from records import write_records
 
 from meshloom.core.job import Job
-from meshloom.planner.measure import measure_memory
+from meshloom.planner.memory.measured import measure_memory
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.rates import rates_here

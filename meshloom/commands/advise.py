@@ -8,18 +8,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshloom.at_hand import Wish, devices_for
 from meshloom.commands.plans import LOG_WIDTH
-from meshloom.companions import advise_beside
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan, num_bytes_of
 from meshloom.launch import check_ranks
+from meshloom.measure.at_hand import Wish, devices_for
+from meshloom.measure.contention import advise_beside
+from meshloom.measure.trials import try_plans
 from meshloom.planner.advise import finalists, tried
-from meshloom.planner.rehearse import check_plan
+from meshloom.planner.rehearsal.rehearse import check_plan
 from meshloom.report.advice import advice_records, print_advice
 from meshloom.report.records import Records
-from meshloom.trials import try_plans
 
 
 def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:

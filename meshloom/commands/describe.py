@@ -20,7 +20,7 @@ from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import has_shares, shares_of
 from meshloom.planner.readings import Readings
-from meshloom.planner.staged import staged
+from meshloom.planner.staged_plan import staged
 from meshloom.report.description import description_records, print_description
 from meshloom.report.records import Records
 from meshloom.report.stages import lines_of, lines_of_ranks, stages_record

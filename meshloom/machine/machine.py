@@ -1,6 +1,6 @@
 """What a machine does: measured seconds of operators by kind and size, and of collectives by kind and bytes.
 
-Values only. `planner/calibrate.py` measures them, and predictions are made of them. The seconds of an operator come from a measured
+Values only. `planner/measure/machine_measurement.py` measures them, and predictions are made of them. The seconds of an operator come from a measured
 curve; between its points they are interpolated on logarithmic scales:
 
     seconds          .  <- beyond the last point: the last point's rate

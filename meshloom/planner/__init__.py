@@ -1,1 +1,1 @@
-"""What a plan would cost on a machine: seconds and bytes, measured once and predicted from the program."""
+"""What a plan would cost on a machine: seconds and bytes, predicted from the program."""

@@ -18,7 +18,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.planner.amdahl import Work
 from meshloom.planner.candidates import candidates
-from meshloom.planner.memory import Memory
+from meshloom.planner.memory.memory import Memory
 from meshloom.planner.pricing import Devices, Option, Pricer, Speedup
 from meshloom.planner.reasons import exchange_reason, reason_of, why_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshloom.machine.machine import Machine
 from meshloom.planner.blocks import Block, blocks_of
-from meshloom.planner.memory import OPTIMIZER_FACTOR, Memory, predict_memory
+from meshloom.planner.memory.memory import OPTIMIZER_FACTOR, Memory, predict_memory
 from meshloom.planner.readings import Readings
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program

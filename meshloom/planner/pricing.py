@@ -12,11 +12,11 @@ from meshloom.data.samples import first_batches
 from meshloom.machine.links import Crowd
 from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine
 from meshloom.planner.amdahl import Work, bound, with_communication
-from meshloom.planner.measure import measure_memory
-from meshloom.planner.memory import Memory, predict_memory
+from meshloom.planner.memory.measured import measure_memory
+from meshloom.planner.memory.memory import Memory, predict_memory
 from meshloom.planner.readings import Readings
-from meshloom.planner.rehearsal import RankStep, Rehearsal
-from meshloom.planner.rehearse import rehearse
+from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
+from meshloom.planner.rehearsal.rehearse import rehearse
 from meshloom.planner.step_seconds import Places, StepPrice, price_step
 from meshloom.program.cost.program_seconds import kind_of, node_seconds, program_seconds
 

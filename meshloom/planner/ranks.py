@@ -15,11 +15,11 @@ from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, t
 from meshloom.pipeline.stages.stages import Stage, users_of
 from meshloom.pipeline.stages.staging import stages_of_part
 from meshloom.planner.divided import Divided
-from meshloom.planner.memory import OPTIMIZER_FACTOR
+from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
+from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.readings import Readings
-from meshloom.planner.rehearsal import Held
-from meshloom.planner.stage_kept import kept_bytes_of
-from meshloom.planner.staged import StagePlan
+from meshloom.planner.rehearsal.rehearsal import Held
+from meshloom.planner.staged_plan import StagePlan
 from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.sent_bytes import sent_at_the_end

@@ -18,9 +18,9 @@ from meshloom.core.errors import MachineError
 from meshloom.core.mesh import AXES, Axis
 from meshloom.machine.links import COLLECTIVES, Collective, Where
 from meshloom.machine.machine import Machine, collective_seconds
-from meshloom.planner.actions import pipelined
-from meshloom.planner.on_cores import Effort, run_on_cores
-from meshloom.planner.rehearsal import Call, RankStep, Rehearsal
+from meshloom.planner.rehearsal.actions import pipelined
+from meshloom.planner.rehearsal.rehearsal import Call, RankStep, Rehearsal
+from meshloom.planner.shared_cores import Effort, run_on_cores
 
 _LIKE: Mapping[str, Collective] = {"barrier": "all_reduce", "scatter": "broadcast"}  # what is not measured, as something that is
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshloom.core.mesh import AXES
 from meshloom.planner.ranks import RankShare
-from meshloom.planner.staged import Better, StagePlan
+from meshloom.planner.staged_plan import Better, StagePlan
 from meshloom.report.description import quantity, size
 from meshloom.report.machine import duration
 from meshloom.report.terminal import how_many

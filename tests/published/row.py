@@ -12,7 +12,7 @@ from meshloom.core.units import amount
 from meshloom.planner.divided import divided
 from meshloom.planner.ranks import shares_of
 from meshloom.planner.readings import Readings
-from meshloom.planner.staged import staged
+from meshloom.planner.staged_plan import staged
 from meshloom.tensor_parallel.explain import Whole
 from tests.published.model import Published
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshloom.planner.life import Event, Life, Noted
+from meshloom.planner.memory.tensor_lifetimes import Event, Life, Noted
 from meshloom.program.cost.cost_fake import fake_buffers, fake_inputs, fake_parameters, leaves, loss_of, next_number, number_here, run_nodes
 from meshloom.program.cost.shortened import node_by_node, stand_in
 from meshloom.program.ir.program import Program

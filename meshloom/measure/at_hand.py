@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from meshloom.calibration import Request, measure_machine
 from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
 from meshloom.launch import cores
 from meshloom.launch.environment import threads_per_rank
 from meshloom.machine.machine import Machine, load, machine_file, save, this_machine
+from meshloom.measure.calibration import Request, measure_machine
 from meshloom.planner.pricing import Devices
 
 MOST_RANKS = 8  # that are thought of unless more are asked for

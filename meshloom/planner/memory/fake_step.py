@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.core.job import NamedParameters
-from meshloom.planner.fake_chunks import Gradient, chunks_of, worst, worst_of
-from meshloom.planner.life import Life
+from meshloom.planner.memory.fake_chunks import Gradient, chunks_of, worst, worst_of
+from meshloom.planner.memory.tensor_lifetimes import Life
 from meshloom.program.cost.cost_fake import fake_buffers, fake_constants, fake_parameters, fake_tensors, tensors_in
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import memory_of, storage_of

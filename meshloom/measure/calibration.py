@@ -28,9 +28,9 @@ from meshloom.launch import World, choose_devices, cores, default_ranks, open_wo
 from meshloom.launch.transport import host_identity
 from meshloom.machine.links import Company, Crowd, Link, Where
 from meshloom.machine.machine import Machine, load
-from meshloom.planner.calibrate import machine_of, measure_operators
-from meshloom.planner.crowds import measure_crowds
-from meshloom.planner.links import measure_algorithms, measure_links, transport_of
+from meshloom.planner.measure.collective_timings import measure_algorithms, measure_links, transport_of
+from meshloom.planner.measure.contention_factors import measure_crowds
+from meshloom.planner.measure.machine_measurement import machine_of, measure_operators
 
 MOST_RANKS = 8  # on CPUs, unless more are asked for
 

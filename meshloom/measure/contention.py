@@ -30,7 +30,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.machine.cores import cores
 from meshloom.planner.advise import Advice, advise
-from meshloom.planner.crowds import powers_and_most
+from meshloom.planner.measure.contention_factors import powers_and_most
 from meshloom.planner.pricing import Devices
 from meshloom.report.progress import QUIET
 from meshloom.train.trainer import Trainer

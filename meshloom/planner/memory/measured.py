@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.job import Job
 from meshloom.core.random import preserved_draws
-from meshloom.planner.memory import Memory
+from meshloom.planner.memory.memory import Memory
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.trace.precision import build_model
 

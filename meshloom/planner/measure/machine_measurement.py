@@ -16,8 +16,8 @@ import torch
 
 from meshloom.machine.links import Crowd, Link
 from meshloom.machine.machine import Kind, Machine, Operation
-from meshloom.planner.chains import Chain, chains_of, views
-from meshloom.planner.timing import now, typical
+from meshloom.planner.measure.operator_chains import Chain, chains_of, views
+from meshloom.planner.measure.timing import now, typical
 
 OPERATOR_SECONDS = 2.0  # about what all operators take, without making their tensors
 ROUNDS = 2  # over all operators, so that what disturbs the machine for a while disturbs one round

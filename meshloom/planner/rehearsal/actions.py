@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from meshloom.pipeline.schedules.schedule import Action
 from meshloom.pipeline.schedules.spans import ACTION_KINDS
-from meshloom.planner.rehearsal import Call, RankStep
+from meshloom.planner.rehearsal.rehearsal import Call, RankStep
 
 
 @dataclass(frozen=True, kw_only=True)

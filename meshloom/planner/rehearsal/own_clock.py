@@ -14,8 +14,8 @@ from torch import Tensor
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.windows import Window
 from meshloom.core.mesh import Axis
-from meshloom.planner.rehearsal import Call
-from meshloom.planner.timing import now
+from meshloom.planner.measure.timing import now
+from meshloom.planner.rehearsal.rehearsal import Call
 
 
 class OwnClock:

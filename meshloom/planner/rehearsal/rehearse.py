@@ -31,10 +31,10 @@ from meshloom.data.chunks import Chunk
 from meshloom.data.data import open_reader
 from meshloom.data.team_data import open_team_reader
 from meshloom.pipeline.runtime.recorder import Recorder
-from meshloom.planner.kept import Kept
-from meshloom.planner.memory import OPTIMIZER_FACTOR
-from meshloom.planner.own_clock import CommonMemory, OwnClock, RehearsedGroup
-from meshloom.planner.rehearsal import Held, RankStep, Rehearsal
+from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
+from meshloom.planner.memory.saved_bytes import Kept
+from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
+from meshloom.planner.rehearsal.rehearsal import Held, RankStep, Rehearsal
 from meshloom.replica.replica import Replica
 
 T = TypeVar("T")

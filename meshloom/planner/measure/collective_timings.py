@@ -17,7 +17,7 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes, windows_of
 from meshloom.machine.links import COLLECTIVES, Collective, Link, Where, fit_link
-from meshloom.planner.timing import now, typical
+from meshloom.planner.measure.timing import now, typical
 
 SUMS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")
 SPELLED_OUT = ("ring", "tree", "halving")  # whose ranks are all alike

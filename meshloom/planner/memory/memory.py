@@ -18,7 +18,7 @@ from typing import Any
 
 from meshloom.core.errors import PlanError
 from meshloom.core.job import NamedParameters
-from meshloom.planner.fake_step import FakeStep
+from meshloom.planner.memory.fake_step import FakeStep
 from meshloom.program.ir.program import Program
 
 PHASES = ("forward", "backward", "update", "publish")

@@ -1,0 +1,1 @@
+"""Measures the operators and collectives of a machine."""
