@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import meshloom as ml
 from meshloom.program.cost.cost import costs
 from meshloom.tensor_parallel.explain import account_of, text_of
-from meshloom.verify.report import print_report
+from meshloom.verify.findings import print_report
 from meshloom.verify.run import verify
 
 LEARNING_RATE = 0.5

@@ -2,7 +2,7 @@
 
 import sys
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -126,7 +126,7 @@ def _join(words: list[str], environment: dict[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from meshloom.cli import main
+    from meshloom.cli.main import main
 
     sys.exit(main(words))
 

@@ -24,9 +24,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     "pytest",
     "hypothesis",
-    "meshloom.cli",
-    "meshloom.commands.train",
-    "meshloom.commands.verify",
+    "meshloom.cli.main",
+    "meshloom.cli.verb_train",
+    "meshloom.cli.verb_verify",
     "torch._dynamo",
     "scipy.optimize",
     "scipy.sparse.csgraph",

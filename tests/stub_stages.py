@@ -17,8 +17,8 @@ from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.stages import Crossing
 from meshloom.program.ir.nodes import Meta
-from meshloom.report.recording import gather_timeline
 from meshloom.report.timeline import Timeline
+from meshloom.report.timeline_files import gather_timeline
 
 VALUE = Meta(shape=(2,), dtype=torch.float32, stride=(1,), requires_grad=True)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from meshloom.asynchronous.protocol.circumstances import Circumstances, parse_incidents
 from meshloom.asynchronous.state.division import divide_over_servers
 from meshloom.asynchronous.state.push_shares import Shares
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.core.errors import CheckpointError, DataError, JobError, MeshloomError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan

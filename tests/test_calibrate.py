@@ -10,7 +10,7 @@ import pytest
 import torch
 from rehearsals import machine as example
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.core.errors import PlanError
 from meshloom.machine.links import COLLECTIVES, Company, Crowd, Link
 from meshloom.machine.machine import KINDS, load

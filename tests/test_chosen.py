@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import meshloom.tensor_parallel.search.bucket_elimination
 from benchmarks.step import gpt
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.comm.pieces import take
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups

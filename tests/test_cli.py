@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 
 FILE = str(Path(__file__).with_name("job_file.py"))
 WORDS = str(Path(__file__).with_name("words_job.py"))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import meshloom as ml
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.core.timings import Timings
 from meshloom.machine.machine import example_machine, save
 from meshloom.planner import describe as planner

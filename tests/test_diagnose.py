@@ -11,7 +11,7 @@ from torch import nn
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.verify.hold import Found
+from meshloom.verify.comparison_run import Found
 from meshloom.verify.reference import Reference
 from tests.covering import few
 from tests.held import WholeRecord, hold_against, step_of

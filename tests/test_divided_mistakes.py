@@ -16,8 +16,8 @@ import meshloom.program.operators.gathered
 import meshloom.tensor_parallel.layout.layout
 from meshloom.comm.pieces import place
 from meshloom.core.plan import Plan
-from meshloom.verify import nodes
-from meshloom.verify.report import Report
+from meshloom.verify import divided_nodes as nodes
+from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.jobs import make_job
 

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from meshloom.core.plan import Plan
-from meshloom.verify.report import print_report
+from meshloom.verify.findings import print_report
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
 from tests.processes import on_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.processes import on_ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from launch_scripts import run, write_script
 from thread_groups import on_threads
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.comm.network.signed_store import SignedStore
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh

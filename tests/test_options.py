@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.job import Job
 from meshloom.launch import choose_for_workers

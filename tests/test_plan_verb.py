@@ -11,7 +11,7 @@ import pytest
 from rehearsals import machine
 from test_cli import FILE, records
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
 from meshloom.machine.machine import machine_file, save

@@ -19,7 +19,7 @@ from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
-from meshloom.verify.report import Report
+from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import make_job

@@ -17,7 +17,7 @@ from meshloom.core.plan import Plan
 from meshloom.parameters.pipeline_ownership import Homes
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.stage import StageRun
-from meshloom.verify.report import Report
+from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.jobs import make_job
 

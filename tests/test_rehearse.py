@@ -13,7 +13,7 @@ import torch
 from jobs import make_job
 from test_cli import FILE, records
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.windows import windows_of
 from meshloom.core.errors import PlanError

@@ -20,7 +20,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.blocks import distance, norm
 from meshloom.verify.compare import Comparison, TensorError
-from meshloom.verify.hold import Holding
+from meshloom.verify.comparison_run import Holding
 from meshloom.verify.reference import Reference
 from meshloom.verify.run import verify
 from tests.held import hold_against, step_of

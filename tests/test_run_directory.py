@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshloom.checkpoint import saving
 from meshloom.checkpoint.checkpoint import find
 from meshloom.checkpoint.run_directory import open_directory
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError

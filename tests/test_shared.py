@@ -22,7 +22,7 @@ from meshloom.optimizer.user_optimizer import make_optimizers
 from meshloom.replica.sharing import why_separate
 from meshloom.report.progress import Listener
 from meshloom.train.trainer import Trainer
-from meshloom.verify.report import Report
+from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import MLP, make_job

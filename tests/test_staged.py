@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meshloom as ml
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.core.errors import PlanError
 from meshloom.machine.machine import Machine, example_machine, save
 from meshloom.planner.readings import Readings

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.core.timings import Timings

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import ReportError
@@ -22,8 +22,8 @@ from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.spans import Span
 from meshloom.pipeline.schedules.timing import Durations
 from meshloom.report.picture import save_picture
-from meshloom.report.recording import FILE, Recording, gather_timeline, read_recording, write_recording
 from meshloom.report.timeline import Row, Timeline, idle_of, on_paper
+from meshloom.report.timeline_files import FILE, Recording, gather_timeline, read_recording, write_recording
 from tests.covering import few
 
 FILE_OF_A_JOB = str(Path(__file__).with_name("job_file.py"))

@@ -23,8 +23,8 @@ from meshloom.data.map_data import MapReader
 from meshloom.replica.loss_sums import Tally
 from meshloom.report.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
+from meshloom.verify.findings import Report
 from meshloom.verify.reference import Reference
-from meshloom.verify.report import Report
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.held import step_of

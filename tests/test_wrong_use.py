@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import meshloom as ml
-from meshloom.cli import main
+from meshloom.cli.main import main
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan

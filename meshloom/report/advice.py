@@ -10,7 +10,7 @@ from rich.table import Table
 from meshloom.core.units import amount
 from meshloom.planner.advise import Advice
 from meshloom.planner.pricing import Option
-from meshloom.report.machine import duration
+from meshloom.report.machine_tables import duration
 
 
 def print_advice(advice: Advice, console: Console) -> None:

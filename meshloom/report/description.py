@@ -14,7 +14,7 @@ from rich.table import Table
 from meshloom.planner.blocks import Block, rows_of
 from meshloom.planner.describe import Description
 from meshloom.planner.memory.memory import Memory
-from meshloom.report.machine import age, duration
+from meshloom.report.machine_tables import age, duration
 
 NAMES = 3  # of a list of parameters
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from meshloom.pipeline.schedules.spans import Span, SpanKind
-from meshloom.report.machine import duration
+from meshloom.report.machine_tables import duration
 from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Idle, Row, Timeline, idle_of
 

@@ -10,7 +10,7 @@ from meshloom.core.mesh import AXES
 from meshloom.planner.ranks import RankShare
 from meshloom.planner.staged_plan import Better, StagePlan
 from meshloom.report.description import quantity, size
-from meshloom.report.machine import duration
+from meshloom.report.machine_tables import duration
 from meshloom.report.terminal import how_many
 from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES
 

@@ -46,10 +46,10 @@ from meshloom.replica.replica import Replica, StepResult
 from meshloom.replica.trial_evaluation import untouched
 from meshloom.report.idle import idle_lines
 from meshloom.report.progress import Listener, Progress, Summary
-from meshloom.report.recording import Recording, gather_timeline, is_kept, write_recording
 from meshloom.report.summary import Traffic, time_shares
 from meshloom.report.terminal import how_many
 from meshloom.report.timeline import Timeline
+from meshloom.report.timeline_files import Recording, gather_timeline, is_kept, write_recording
 from meshloom.train.checked_arguments import check_arguments
 from meshloom.train.one_at_a_time import working_alone
 

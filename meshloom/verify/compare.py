@@ -36,7 +36,7 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.verify.blocks import distance, norm, same_rows, wide_blocks
-from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.step_records import Cast, ChunkRecord, ModuleOutput, StepRecord
 
 Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update"]
 Gradients = Mapping[str, Tensor | None]

@@ -32,10 +32,10 @@ from meshloom.core.random import KeyedDraws, Rows, chunk_seed, derive, model_see
 from meshloom.verify.blocks import distance, same_rows, wide_blocks
 from meshloom.verify.merging import Merging
 from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
-from meshloom.verify.precision import convert, convert_model, default_dtype
-from meshloom.verify.records import Cast, ChunkRecord, ModuleOutput, StepRecord
-from meshloom.verify.samples import read_batches
-from meshloom.verify.watch import CastWatch, ModuleWatch, digest_values
+from meshloom.verify.observers import CastWatch, ModuleWatch, digest_values
+from meshloom.verify.other_precision import convert, convert_model, default_dtype
+from meshloom.verify.reference_samples import read_batches
+from meshloom.verify.step_records import Cast, ChunkRecord, ModuleOutput, StepRecord
 
 Gradients = dict[str, Tensor | None]
 

@@ -28,14 +28,14 @@ from meshloom.replica.replica import Replica, StepResult
 from meshloom.report.progress import Listener
 from meshloom.train.one_at_a_time import working_alone
 from meshloom.train.trainer import Trainer
-from meshloom.verify.hold import Holding
+from meshloom.verify.comparison_run import Holding
+from meshloom.verify.divided_nodes import first_difference
+from meshloom.verify.findings import Report
 from meshloom.verify.mistakes import Cause
-from meshloom.verify.nodes import first_difference
-from meshloom.verify.precision import default_dtype
-from meshloom.verify.records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.observers import ModuleWatch, digest_values
+from meshloom.verify.other_precision import default_dtype
 from meshloom.verify.reference import Reference
-from meshloom.verify.report import Report
-from meshloom.verify.watch import ModuleWatch, digest_values
+from meshloom.verify.step_records import ChunkRecord, ModuleOutput, StepRecord
 
 
 def verify(

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
-from meshloom.verify.report import Report
+from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.families.family import Family
 from tests.families.limits import FLOAT32_ONLY

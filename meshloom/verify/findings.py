@@ -11,7 +11,7 @@ from rich.table import Table
 
 from meshloom.verify.compare import Comparison, TensorError
 from meshloom.verify.mistakes import Cause
-from meshloom.verify.records import Cast
+from meshloom.verify.step_records import Cast
 from meshloom.verify.whole_batch import WholeBatch
 
 ROWS = 8

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from meshloom.commands.plans import LOG_WIDTH, plan_of
+from meshloom.cli.plan_lines import LOG_WIDTH, plan_of
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.launch import cache_directory, check_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshloom.commands.plans import LOG_WIDTH
+from meshloom.cli.plan_lines import LOG_WIDTH
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan, num_bytes_of

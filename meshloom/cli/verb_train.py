@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from meshloom.asynchronous.options import circumstances_of, settings_of
-from meshloom.commands.plans import plan_of
+from meshloom.cli.plan_lines import plan_of
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings

@@ -7,10 +7,10 @@ import argparse
 import torch
 from rich.console import Console
 
-from meshloom.commands.plans import plan_of
+from meshloom.cli.plan_lines import plan_of
 from meshloom.core.job import Job
 from meshloom.report.records import Records
-from meshloom.verify.report import print_report
+from meshloom.verify.findings import print_report
 from meshloom.verify.run import verify
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from meshloom.arguments import parse
 from meshloom.asynchronous.options import check_asynchronous
-from meshloom.commands.plans import plan_of
+from meshloom.cli.arguments import parse
+from meshloom.cli.plan_lines import plan_of
 from meshloom.core.errors import PlanError
 from meshloom.core.jobfile import as_program, check_target, load_job
 from meshloom.core.timings import Timings
@@ -36,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "timeout" in arguments:
             check_timeout(arguments.timeout, "--timeout ")
         if arguments.verb == "calibrate":
-            from meshloom.commands.calibrate import calibrate
+            from meshloom.cli.verb_calibrate import calibrate
 
             return calibrate(arguments)
         if arguments.verb == "report":
-            from meshloom.commands.report import report
+            from meshloom.cli.verb_report import report
 
             return report(arguments)
         check_target(arguments.target)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_here(arguments: argparse.Namespace) -> int:
     if arguments.verb == "calibrate":
-        from meshloom.commands.calibrate import calibrate
+        from meshloom.cli.verb_calibrate import calibrate
 
         return calibrate(arguments)
     for flag in ("steps", "batch", "depth", "try"):
@@ -90,7 +90,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
         records = Records(arguments.json, stack)
         if arguments.verb == "describe":
-            from meshloom.commands.describe import describe_job
+            from meshloom.cli.verb_describe import describe_job
 
             return describe_job(arguments, job, records)
         if arguments.verb == "plan":
@@ -104,14 +104,14 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
                 be_companion(job, [int(each) for each in arguments.companion.split(",")])
                 return 0
-            from meshloom.commands.advise import advise
+            from meshloom.cli.verb_plan import advise
 
             return advise(arguments, job, records)
         if arguments.verb == "verify":
-            from meshloom.commands.verify import verify_plan
+            from meshloom.cli.verb_verify import verify_plan
 
             return verify_plan(arguments, job, records)
-        from meshloom.commands.train import train
+        from meshloom.cli.verb_train import train
 
         return train(arguments, job, records, timings)
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshloom.verify.blocks import wide_blocks
-from meshloom.verify.records import Cast, ModuleOutput
+from meshloom.verify.step_records import Cast, ModuleOutput
 
 
 def digest_values(values: Any) -> str:
