@@ -25,8 +25,9 @@ import meshloom.tensor_parallel.division
 from meshloom.asynchronous import run as asynchronous_run
 from meshloom.core.mesh import Mesh
 from meshloom.core.random import seed_everything
-from meshloom.launch import World, opening
+from meshloom.launch import opening
 from meshloom.launch.one_process import world_in_one_process
+from meshloom.launch.world import World
 from meshloom.program.cost.rates import Rates
 
 GRACE_SECONDS = 5.0  # for what is ending by itself when the test returns

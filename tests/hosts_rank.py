@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from meshloom.core.mesh import Mesh
-from meshloom.launch import open_world
 from meshloom.launch.environment import current_seat
+from meshloom.launch.opening import open_world
 from tests.two_hosts import WIRE
 
 NUM_BYTES = 8 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from meshloom.core.mesh import Mesh
-from meshloom.launch import run_ranks
+from meshloom.launch.processes.launcher import run_ranks
 
 # Joins; then calls the `body` that follows.
 JOINED = """
@@ -17,7 +17,9 @@ JOINED = """
     import torch
     from meshloom.comm.steps import run_in_steps
     from meshloom.core.errors import DataError
-    from meshloom.launch import launched_plan, leave, open_world, report_failure
+    from meshloom.launch.environment import launched_plan
+    from meshloom.launch.failure import leave, report_failure
+    from meshloom.launch.opening import open_world
     from meshloom.core.plan import Plan
 
     def main():

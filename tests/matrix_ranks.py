@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from meshloom.launch import leave, report_failure
+from meshloom.launch.failure import leave, report_failure
 from tests.matrix import run_cases
 
 

@@ -14,6 +14,7 @@ import torch
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import Memory, predict_memory
 from meshloom.program.capture.capture import capture
+from meshloom.program.run.execute import run_program
 from tests.memory_jobs import CASES, SETTINGS, case_of
 
 FILE = Path(__file__).parents[1] / "docs" / "memory.md"
@@ -30,7 +31,7 @@ def predicted_and_measured(name: str, optimizer: str, precision: str) -> tuple[M
     generator = torch.Generator().manual_seed(0)
     batch, other = case.batch(generator), case.batch(generator)
     program = capture(job, (batch, other))
-    by_program = replace(job, loss=lambda model, chunk: program.run(dict(model.named_parameters()), dict(model.named_buffers()), chunk))
+    by_program = replace(job, loss=lambda model, chunk: run_program(program, dict(model.named_parameters()), dict(model.named_buffers()), chunk))
     return predict_memory(program, job.optimizer), measure_memory(by_program, [batch]), measure_memory(job, [batch])
 
 

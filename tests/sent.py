@@ -10,6 +10,7 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.random import seed_everything
+from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.sent_bytes import bytes_per_step, sent_at_the_end, sent_in_chunk
 from tests.division import SEED, Subject
@@ -36,7 +37,7 @@ def counted(part: Partition, subject: Subject) -> Sent:
         named = subject.model.named_parameters()
         parameters = {name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_() for name, each in named}
         seed_everything(SEED)
-        loss = part.programs[rank].run(parameters, {}, subject.batch, group=groups[rank])
+        loss = run_program(part.programs[rank], parameters, {}, subject.batch, group=groups[rank])
         assert loss.item() == pytest.approx(subject.outputs[0].item(), rel=1e-10)  # float64: sums in another order
         loss.backward()
         if part.summed:

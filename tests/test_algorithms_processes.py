@@ -18,7 +18,8 @@ from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.costs import ALGORITHMS
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh
-from meshloom.launch import open_world, transport
+from meshloom.launch import transport
+from meshloom.launch.opening import open_world
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.verified import verified

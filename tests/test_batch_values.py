@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Evaluate
 from meshloom.core.plan import Plan
-from meshloom.program.capture.batch_values import fits, text_of
+from meshloom.program.ir.batch_values import fits, text_of
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.store.programs import MOST, Programs, _key
@@ -112,7 +112,7 @@ def test_reading_for_ever_is_refused():
     batches = batches_with("step", list(range(MOST + 1)))
     first = read(programs, batches[0])
     for batch in batches[1:-1]:  # as if they had been read
-        programs._known[_key(batch, True)].append(dataclasses.replace(first, others={"step": text_of(batch["step"])}, _runners={}))
+        programs._known[_key(batch, True)].append(dataclasses.replace(first, others={"step": text_of(batch["step"])}))
     with pytest.raises(CaptureError, match=f"looks at step of the batch, a int, in Python, and it has had {MOST} values so far"):
         read(programs, batches[-1])
 

@@ -21,6 +21,7 @@ from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.capture.check import check_against_eager, check_against_module
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
+from meshloom.program.run.execute import run_program
 
 ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
 # Where transformers itself runs other kernels while it is traced (an explicit causal mask), the last bits differ; so does the sum of a
@@ -73,18 +74,18 @@ def test_lifted_program_computes_all_in_float64_near_the_unlifted_value(name: st
     program = capture(job_of(model), (batch, other), training=False)
     seed_everything(0)
     eager = model[0]().eval()
-    low = program.run(dict(eager.named_parameters()), dict(eager.named_buffers()), batch)
+    low = run_program(program, dict(eager.named_parameters()), dict(eager.named_buffers()), batch)
     eager.double() if name != "rotary" else eager.to(torch.complex128).double()
     lifted = {name: each.detach().double().requires_grad_() for name, each in eager.named_parameters()}
     buffers = {name: each.double() if each.is_floating_point() else each for name, each in eager.named_buffers()}
     if name == "rotary":
         buffers = {key: each.to(torch.complex128) for key, each in model[0]().named_buffers()}
-    value = program.run(lifted, buffers, batch, dtype=torch.float64)
+    value = run_program(program, lifted, buffers, batch, dtype=torch.float64)
     assert value.dtype == torch.float64
     # bfloat16 has 8 bits, and the loss is a mean of squares; the others are float32's rounding.
     torch.testing.assert_close(value.float(), low.float(), rtol=2e-2 if name in ("autocast", "precisions") else 1e-5, atol=1e-6)
     seen: list[torch.dtype] = []
-    program.run(lifted, buffers, batch, dtype=torch.float64, visit=lambda node, each: seen.extend(_floats(each)))
+    run_program(program, lifted, buffers, batch, dtype=torch.float64, visit=lambda node, each: seen.extend(_floats(each)))
     assert set(seen) <= {torch.float64, torch.complex128}
 
 
@@ -115,7 +116,7 @@ def test_draws_are_those_of_keyed_eager():
     seed_everything(0)
     eager = model[0]()
     seen: list[list[str]] = []
-    for run in (lambda: model[1](eager, second), lambda: program.run(dict(eager.named_parameters()), {}, second)):
+    for run in (lambda: model[1](eager, second), lambda: run_program(program, dict(eager.named_parameters()), {}, second)):
         seed_everything(11)
         with KeyedDraws(seen=(draws := [])):
             run()
@@ -187,7 +188,7 @@ def raw(model: nn.Module, loss: Any, batch: Any) -> Any:
 
 
 def run(program: Program, model: nn.Module, batch: Any, **where: Any) -> Any:
-    return program.run(dict(model.named_parameters()), dict(model.named_buffers()), batch, **where)
+    return run_program(program, dict(model.named_parameters()), dict(model.named_buffers()), batch, **where)
 
 
 def test_entries_that_were_one_tensor_stay_two_inputs():
@@ -316,7 +317,7 @@ def test_state_is_not_shared_with_the_module():
     assert int(shared.num_batches_tracked) == 1  # running the export trained the module it was made from
     program = capture_module(model, loss, (batch, torch.randn(4, 3)))
     buffers = {name: each.clone() for name, each in model.named_buffers()}
-    program.run({name: each.clone() for name, each in model.named_parameters()}, buffers, batch)
+    run_program(program, {name: each.clone() for name, each in model.named_parameters()}, buffers, batch)
     assert int(buffers["num_batches_tracked"]) == 1 and int(model.num_batches_tracked) == 0
     assert float(model.running_mean.abs().sum()) == 0.0 and float(buffers["running_mean"].abs().sum()) > 0
 

@@ -24,6 +24,7 @@ from meshloom.program.capture.capture import capture
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.rates import Rates, default_rates
 from meshloom.program.operators.linears import GatheredLinears
+from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.explain import account_of, text_of
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
 from meshloom.tensor_parallel.partition import Partition, partition
@@ -54,7 +55,7 @@ def counted(part: Partition, model: nn.Module, batch: Any) -> list[dict[str, tup
     def run(rank: int) -> None:
         parameters = {name: take(part.parameters[name], rank, each.detach()).clone().requires_grad_() for name, each in model.named_parameters()}
         buffers = {name: take(part.buffers[name], rank, each).clone() for name, each in model.named_buffers()}
-        part.programs[rank].run(parameters, buffers, batch, group=groups[rank]).backward()
+        run_program(part.programs[rank], parameters, buffers, batch, group=groups[rank]).backward()
         if part.summed:
             gradients = [parameters[name].grad for name in part.summed]
             groups[rank].all_reduce(torch.cat([each.reshape(-1) for each in gradients if each is not None])).wait()

@@ -18,6 +18,7 @@ from meshloom.core.random import seed_everything
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.cost.cost import Kept, by_module, costs, kept_bytes
 from meshloom.program.ir.program import Program
+from meshloom.program.run.execute import run_program
 from tests.families import FAMILIES
 from tests.families.limits import NOT_READ
 
@@ -141,7 +142,7 @@ def test_cost_is_the_programs_own_where_eager_writes_in_place_or_recomputes(name
     model, _, batch, program = own_model(name)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     constants = list(program.constants.values())
-    run = eager_step(lambda: program.run(parameters, buffers, batch), [parameters, buffers, batch, constants])
+    run = eager_step(lambda: run_program(program, parameters, buffers, batch), [parameters, buffers, batch, constants])
     # The oracle cannot tell a count of steps that is kept from the numbers that it leaves out: 8 bytes.
     assert predicted_step(program) == (*run[:2], run[2] + (8 if name == "average" else 0))
 
@@ -157,7 +158,9 @@ def test_cost_of_families_is_that_of_their_programs_and_eager_steps(name: str):
     program = capture_module(model, job.loss, (batches[0], batches[1]))
     predicted = predicted_step(program)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    run = eager_step(lambda: program.run(parameters, buffers, batches[0]), [parameters, buffers, batches[0], list(program.constants.values())])
+    run = eager_step(
+        lambda: run_program(program, parameters, buffers, batches[0]), [parameters, buffers, batches[0], list(program.constants.values())]
+    )
     assert predicted == (*run[:2], pytest.approx(run[2], abs=FAKES_LACK.get(name, 0)))
     eager = eager_module_step(model, job.loss, batches[0])
     if name in AS_EAGER:

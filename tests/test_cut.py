@@ -27,6 +27,7 @@ from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
+from meshloom.program.run.execute import run_flat
 from meshloom.program.trace.precision import build_model, default_precision
 from tests.covering import few
 from tests.test_stages import family
@@ -373,7 +374,7 @@ def test_kept_bytes_are_what_a_stage_really_keeps(name: str):
             parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
             known = {each.untyped_storage().data_ptr() for each in (*parameters.values(), *buffers.values(), *inputs)}
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                values = stage.program.run_flat(parameters, buffers, inputs)
+                values = run_flat(stage.program, parameters, buffers, inputs)
             there |= dict(zip(stage.sent, values, strict=False))
             kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in saved}
             found = sum(size for memory, size in kept.items() if memory not in known) + sum(each.nbytes for each in given.values())

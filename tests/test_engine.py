@@ -138,7 +138,7 @@ ADDRESSES = "address,undefined"
 
 def test_nothing_but_the_module_is_visible_and_the_engine_s_names_have_its_prefix(tmp_path: Path) -> None:
     """`advance`, as one of its functions was called, is a function of glibc's too."""
-    from meshloom.comm import _engine
+    from meshloom.comm.shm import _engine
 
     nm, compiler = shutil.which("nm") or pytest.skip("There is no nm."), shutil.which("gcc") or pytest.skip("There is no gcc.")
     visible = subprocess.run([nm, "-D", "--defined-only", str(_engine.__file__)], capture_output=True, text=True, check=True).stdout

@@ -89,7 +89,7 @@ def _scaled(program: Program, node: Node) -> Program:
     )
     place = program.nodes.index(node) + 1
     rest = [replace(each, args=_renamed(each.args, node.name, scaled.name)) for each in program.nodes[place:]]
-    return replace(program, nodes=(*program.nodes[:place], scaled, *rest), _runners={})
+    return replace(program, nodes=(*program.nodes[:place], scaled, *rest))
 
 
 def _renamed(value: Any, old: str, new: str) -> Any:
@@ -108,7 +108,7 @@ def _with_another_draw(program: Program) -> Program:
     dropout = _first(program, "dropout")
     twice = replace(dropout, name="unused")
     place = program.nodes.index(dropout)
-    return replace(program, nodes=(*program.nodes[:place], twice, *program.nodes[place:]), _runners={})
+    return replace(program, nodes=(*program.nodes[:place], twice, *program.nodes[place:]))
 
 
 def _detached(program: Program) -> Program:
@@ -117,14 +117,14 @@ def _detached(program: Program) -> Program:
     place = program.nodes.index(norm) + 1
     cut = replace(norm, name="cut", target=torch.ops.aten.detach.default, args=(Ref(norm.name),), kwargs={})
     rest = [replace(each, args=_renamed(each.args, norm.name, "cut")) for each in program.nodes[place:]]
-    return replace(program, nodes=(*program.nodes[:place], cut, *rest), _runners={})
+    return replace(program, nodes=(*program.nodes[:place], cut, *rest))
 
 
 PLANTED: dict[str, tuple[str, Callable[[Program], Program]]] = {
     "a value": ("gpt2", lambda program: _scaled(program, _first(program, "layer_norm"))),
     "a draw": ("gpt2", _with_another_draw),
     "a gradient": ("gpt2", _detached),
-    "a buffer": ("conv2d", lambda program: replace(program, updates=dict(list(program.updates.items())[1:]), _runners={})),
+    "a buffer": ("conv2d", lambda program: replace(program, updates=dict(list(program.updates.items())[1:]))),
 }
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 
 from meshloom.core.errors import CaptureError
 from meshloom.program.capture.capture import capture, capture_module
+from meshloom.program.run.execute import run_program
 from meshloom.program.trace.frozen import line_that_changes
 from meshloom.train.trainer import Trainer
 
@@ -232,7 +233,7 @@ def test_a_tensor_left_in_an_attribute_for_the_loss_is_read():
     program = capture_module(model, loss, (torch.randn(5, 3), torch.randn(5, 3)))
     batch = torch.randn(5, 3)
     assert model.auxiliary is None
-    assert torch.equal(program.run(dict(model.named_parameters()), {}, batch), loss(model, batch))
+    assert torch.equal(run_program(program, dict(model.named_parameters()), {}, batch), loss(model, batch))
 
 
 class Logs(Plain):

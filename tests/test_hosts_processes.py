@@ -22,7 +22,9 @@ from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
-from meshloom.launch import World, open_world, transport
+from meshloom.launch import transport
+from meshloom.launch.opening import open_world
+from meshloom.launch.world import World
 from meshloom.verify.run import verify
 from tests.jobs import make_job
 
@@ -117,7 +119,8 @@ LEAVES_EARLY = """
     import os, sys
     import torch
     from meshloom.launch import transport
-    from meshloom.launch import leave, open_world, report_failure
+    from meshloom.launch.failure import leave, report_failure
+    from meshloom.launch.opening import open_world
     from meshloom.core.mesh import Mesh
 
     transport.host_identity = lambda: "ab"[int(os.environ["RANK"]) // 2]

@@ -116,7 +116,7 @@ def _message(num_bytes: int) -> float:
     import torch
 
     from meshloom.core.mesh import Mesh
-    from meshloom.launch import open_world
+    from meshloom.launch.opening import open_world
 
     with open_world(Mesh(dp=2), "cpu", 60.0, "gloo") as world:
         group = world.local[0].groups["dp"]

@@ -14,7 +14,7 @@ from meshloom.comm.shm.shared_memory import why_not
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DeviceError, PeerLostError
 from meshloom.core.mesh import Mesh
-from meshloom.launch import open_world
+from meshloom.launch.opening import open_world
 
 pytestmark = pytest.mark.processes
 

@@ -79,7 +79,7 @@ def test_the_first_error_is_shown_with_rank_place_and_source_line(tmp_path: Path
 def test_an_error_that_meshloom_explains_has_no_traceback_and_its_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     script = """
         from meshloom.core.errors import JobError
-        from meshloom.launch import report_failure
+        from meshloom.launch.failure import report_failure
         import sys
         sys.exit(report_failure(JobError("There is no job in this file.")))
     """

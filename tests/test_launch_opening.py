@@ -11,7 +11,8 @@ from meshloom.comm.objects import collect
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.mesh import Mesh, Place
-from meshloom.launch import is_rank, open_world
+from meshloom.launch.environment import is_rank
+from meshloom.launch.opening import open_world
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from meshloom.cli.main import main
 from meshloom.comm.network.signed_store import SignedStore
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
-from meshloom.launch import open_world
 from meshloom.launch.environment import launched_transport
+from meshloom.launch.opening import open_world
 from meshloom.launch.transport import Transports, agreed_transports, host_identity
 
 MACHINES = "through shared memory on each of 2 machines and over Gloo between them"
@@ -85,7 +85,7 @@ def test_an_unknown_transport_is_one_sentence(monkeypatch: pytest.MonkeyPatch, c
 
 SAYS = """
     import json, os
-    from meshloom.launch import open_world
+    from meshloom.launch.opening import open_world
     from meshloom.core.mesh import Mesh
     with open_world(Mesh(dp=2), timeout_seconds=60) as world:
         group = world.local[0].groups["dp"].group

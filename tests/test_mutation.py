@@ -13,6 +13,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import check_against_module
 from meshloom.program.ir.nodes import Node, Ref
+from meshloom.program.run.execute import run_program
 
 # Views of a tensor [4, 6].
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -155,7 +156,7 @@ def test_a_value_put_in_between_changes_raw_export_but_no_program():
                 each = Ref(copy)
             args.append(each)
         nodes.append(replace(node, args=tuple(args)))
-    copied = replace(program, nodes=tuple(nodes), _runners={})
+    copied = replace(program, nodes=tuple(nodes))
     assert torch.equal(copied.run(dict(model.named_parameters()), {}, batch), expected)
 
 
@@ -186,7 +187,7 @@ def test_batch_is_not_written():
     program = capture_module(model, loss, (torch.randn(2, 3), torch.randn(2, 3)))
     batch = torch.randn(2, 3)
     kept = batch.clone()
-    value = program.run(dict(model.named_parameters()), {}, batch)
+    value = run_program(program, dict(model.named_parameters()), {}, batch)
     assert torch.equal(batch, kept)
     assert torch.equal(value, loss(model, kept))
 

@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from meshloom.program.capture.capture import capture_module
+from meshloom.program.run.execute import run_program
 from meshloom.program.trace.on_cpu import AsOnCPU, workspace_bytes
 
 aten = torch.ops.aten
@@ -81,7 +82,7 @@ def test_a_convolution_of_a_viewed_sequence_lies_as_it_does_when_it_runs(num_sam
     model, batch = nn.Conv2d(6, 5, 3, padding=1), torch.randn(num_samples, 16, 6)
     program = capture_module(model, loss, (batch, batch + 1))
     found: dict[str, tuple[int, ...]] = {}
-    program.run(dict(model.named_parameters()), {}, batch, visit=lambda node, value: found.setdefault(node.name, value.stride()))
+    run_program(program, dict(model.named_parameters()), {}, batch, visit=lambda node, value: found.setdefault(node.name, value.stride()))
     assert {"view", "conv2d", "dropout"} <= {node.operator for node in program.nodes}
     for node in program.nodes:
         assert node.outputs[0].stride == found[node.name], node.operator

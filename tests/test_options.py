@@ -7,7 +7,7 @@ import pytest
 from meshloom.cli.main import main
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.job import Job
-from meshloom.launch import choose_for_workers
+from meshloom.launch.devices import choose_for_workers
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.machine import machine

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from meshloom.comm.group import Work
-from meshloom.comm.phases import PhasedLine, Phases
+from meshloom.comm.network.phases import PhasedLine, Phases
 
 WAIT_SECONDS = 20.0  # a test that takes longer hangs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshloom.core.mesh import Mesh
-from meshloom.launch import run_ranks
+from meshloom.launch.processes.launcher import run_ranks
 from tests.covering import Case
 from tests.matrix import SETTINGS, covering_cases, thorough_cases
 

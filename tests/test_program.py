@@ -14,6 +14,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.random import KeyedDraws, seed_everything
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.ir.draws import seed_of_draw
+from meshloom.program.run.execute import run_program
 from meshloom.program.store.programs import Programs
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -80,7 +81,7 @@ def test_loss_with_a_number_beside_it():
     loss = lambda model, batch: (model(batch).sum(), (batch > 0).sum().item(), batch.shape[0])  # noqa: E731
     program = capture_module(model, loss, (torch.randn(4, 3), torch.randn(4, 3)))
     batch = torch.randn(4, 3)
-    assert program.run(dict(model.named_parameters()), {}, batch)[1:] == loss(model, batch)[1:]
+    assert run_program(program, dict(model.named_parameters()), {}, batch)[1:] == loss(model, batch)[1:]
 
 
 def test_grad_mode_and_contexts_are_put_back_after_an_error():
@@ -92,10 +93,10 @@ def test_grad_mode_and_contexts_are_put_back_after_an_error():
     model = Breaks()
     program = capture_module(model, lambda model, batch: model(batch), (torch.eye(3), 2 * torch.eye(3)))
     with pytest.raises(torch.linalg.LinAlgError):
-        program.run({}, {}, -torch.eye(3))
+        run_program(program, {}, {}, -torch.eye(3))
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     with torch.no_grad():
-        assert not program.run({}, {}, torch.eye(3)).requires_grad
+        assert not run_program(program, {}, {}, torch.eye(3)).requires_grad
         assert not torch.is_grad_enabled()
 
 
@@ -104,7 +105,7 @@ def test_a_draw_can_be_repeated_by_its_number():
     program = capture_module(model, lambda model, batch: model(batch).sum(), (torch.ones(20), torch.zeros(20) + 2))
     values: list[Tensor] = []
     seed_everything(3)
-    program.run({}, {}, torch.ones(20), visit=lambda node, value: values.append(value))
+    run_program(program, {}, {}, torch.ones(20), visit=lambda node, value: values.append(value))
     assert program.nodes[1].draw == 1
     seed_everything(seed_of_draw(3, 1))
     with KeyedDraws():

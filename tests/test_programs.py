@@ -18,6 +18,7 @@ from meshloom.comm.steps import Steps, advance_one, run_in_steps
 from meshloom.comm.torch.c10d import C10dGroup
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
+from meshloom.program.run.execute import run_program
 from meshloom.program.store import programs as module
 from meshloom.program.store.programs import Programs
 
@@ -63,7 +64,7 @@ def test_all_ranks_have_the_program_that_rank_0_read(size: int):
     assert len({id(each) for each in found}) == size and len({each.digest() for each in found}) == 1
     assert found[-1].describe() == Programs(job).read(batches()).describe()
     model, batch = job.model(), batches()[0]
-    values = [each.run(dict(model.named_parameters()), dict(model.named_buffers()), batch) for each in found]
+    values = [run_program(each, dict(model.named_parameters()), dict(model.named_buffers()), batch) for each in found]
     assert all(torch.equal(each, values[0]) for each in values)
 
 

@@ -28,6 +28,7 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.recompute.recompute import recomputed, with_recomputation
 from meshloom.program.recompute.segments import segments_of
+from meshloom.program.run.execute import run_flat, run_program
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
 from meshloom.tensor_parallel.partition import partition
 from tests.covering import in_turn
@@ -56,7 +57,7 @@ def in_flight(
     def forward(number: int) -> Tensor:
         seed_everything(100 + number)
         returned = [
-            each for each in program.run_flat(parameters, buffers, list(leaves_of(batches[number % 2]).tensors.values())) if isinstance(each, Tensor)
+            each for each in run_flat(program, parameters, buffers, list(leaves_of(batches[number % 2]).tensors.values())) if isinstance(each, Tensor)
         ]
         outputs.extend(each.detach() for each in returned)
         return returned[0].sum()
@@ -142,7 +143,9 @@ def test_kept_bytes_are_as_predicted_and_less(name: str, precision: str):
     peaks: dict[str, int] = {}
     for how in ("none", *HOW):
         again = with_recomputation(program, how, costs_of=of_nodes)
-        run = replace(job, loss=lambda model, chunk, again=again: again.run(dict(model.named_parameters()), dict(model.named_buffers()), chunk))
+        run = replace(
+            job, loss=lambda model, chunk, again=again: run_program(again, dict(model.named_parameters()), dict(model.named_buffers()), chunk)
+        )
         measured = measure_memory(run, [batch])
         kept[how], peaks[how] = recomputed(program, of_nodes, how).kept_bytes, measured.peaks["backward"]
         # Under autocast torch's fakes halve the statistics of norms.
@@ -196,7 +199,7 @@ def test_nothing_is_left_when_backward_is_done():
 
         def step(again: Program = again, parameters: Any = parameters, buffers: Any = buffers) -> int:
             with preserved_draws(), default_precision(torch.float64):
-                again.run_flat(parameters, buffers, list(leaves_of(batches[0]).tensors.values()))[0].sum().backward()
+                run_flat(again, parameters, buffers, list(leaves_of(batches[0]).tensors.values()))[0].sum().backward()
             return sum(isinstance(each, Tensor) for each in gc.get_objects())
 
         step()
@@ -216,7 +219,7 @@ def test_without_gradients_it_is_the_plain_program():
     for each in (program, with_recomputation(program, "full")):
         with torch.no_grad(), preserved_draws(), default_precision(torch.float64):
             seed_everything(1)
-            values.append(each.run_flat(dict(model.named_parameters()), {name: value.clone() for name, value in model.named_buffers()}, leaves))
+            values.append(run_flat(each, dict(model.named_parameters()), {name: value.clone() for name, value in model.named_buffers()}, leaves))
     assert all(torch.equal(one, other) for one, other in zip(*values, strict=True))
 
 
@@ -225,7 +228,7 @@ def test_backward_may_run_twice():
     model = build()
     parameters = dict(model.named_parameters())
     with preserved_draws(), default_precision(torch.float64):
-        loss = with_recomputation(program, "full").run_flat(parameters, dict(model.named_buffers()), list(leaves_of(batches[0]).tensors.values()))[0]
+        loss = run_flat(with_recomputation(program, "full"), parameters, dict(model.named_buffers()), list(leaves_of(batches[0]).tensors.values()))[0]
         once = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
         twice = torch.autograd.grad(loss, list(parameters.values()))
     assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))

@@ -17,6 +17,7 @@ from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.run.execute import run_program
 from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -74,7 +75,7 @@ def test_it_says_that_it_has_no_values_and_cannot_be_run():
     assert program.digest() != capture(job, (batch, other)).digest()
     model = job.model()
     with pytest.raises(CaptureError, match=r"was read by shapes alone, so it cannot be run. Read it from batches: capture\(job, batches\)"):
-        program.run(dict(model.named_parameters()), dict(model.named_buffers()), batch)
+        run_program(program, dict(model.named_parameters()), dict(model.named_buffers()), batch)
 
 
 class Placed(nn.Module):

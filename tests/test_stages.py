@@ -21,6 +21,7 @@ from meshloom.pipeline.stages.stages import cut_into_stages, users_of
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.cost.cost import costs
 from meshloom.program.ir.program import Program
+from meshloom.program.run.execute import run_flat
 from tests.covering import in_turn
 from tests.families import FAMILIES
 from tests.families.limits import FLOAT32_ONLY, NOT_READ
@@ -242,8 +243,8 @@ def test_values_that_cross_may_be_called_as_functions_of_python_are():
     stages = cut_into_stages(program, {name: int(number >= after) for number, name in enumerate(names)}, 2)
     assert {each.value for each in stages[1].incoming} == {"sum", "sum_1"}
     state = dict(module.named_parameters())
-    crossing = dict(zip(stages[0].sent, stages[0].program.run_flat(state, {}, [x]), strict=False))
-    (loss,) = stages[1].program.run_flat(state, {}, [crossing[each.value] for each in stages[1].program.inputs])
+    crossing = dict(zip(stages[0].sent, run_flat(stages[0].program, state, {}, [x]), strict=False))
+    (loss,) = run_flat(stages[1].program, state, {}, [crossing[each.value] for each in stages[1].program.inputs])
     assert torch.equal(loss, module(x))
 
 

@@ -32,6 +32,7 @@ from meshloom.program.capture.capture import capture
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.linears import GatheredLinears
+from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.layout.placement import INVARIANT
 from meshloom.tensor_parallel.partition import partition
@@ -204,7 +205,7 @@ def divide(
         for name, each in model.named_parameters():
             found[name].requires_grad_(each.requires_grad)
         buffers = {name: take(part.buffers[name], rank, each) for name, each in model.named_buffers()}
-        results = part.programs[rank].run(found, buffers, batch, group=groups[rank])
+        results = run_program(part.programs[rank], found, buffers, batch, group=groups[rank])
         forward[rank] = {kind: count.calls for kind, count in groups[rank].counts.items()}
         one, *others = results if isinstance(results, tuple) else (results,)
         one.backward()

@@ -27,6 +27,7 @@ from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
+from meshloom.program.run.execute import run_program
 from tests.families import FAMILIES
 from tests.families.limits import NOT_EXPORTED
 
@@ -40,7 +41,7 @@ def ran(program: Program, model: nn.Module, batch: Any) -> list[Tensor]:
     parameters = {name: each.detach().clone().requires_grad_(each.requires_grad) for name, each in model.named_parameters()}
     buffers = {name: each.detach().clone() for name, each in model.named_buffers()}
     seed_everything(5)
-    outputs = [torch.as_tensor(each) for each in tree_leaves(program.run(parameters, buffers, batch))]
+    outputs = [torch.as_tensor(each) for each in tree_leaves(run_program(program, parameters, buffers, batch))]
     outputs[0].sum().backward()
     gradients = [each.grad for each in parameters.values() if each.grad is not None]
     return [*(each.detach() for each in outputs), *gradients, *buffers.values()]

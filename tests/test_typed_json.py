@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from meshloom.core.typed_json import plain, typed
+from meshloom.program.store.typed_json import plain, typed
 
 
 @dataclass(frozen=True, kw_only=True)

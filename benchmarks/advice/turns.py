@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from meshloom.core.plan import Plan
-from meshloom.launch import run_ranks
+from meshloom.launch.processes.launcher import run_ranks
 
 RANK = Path(__file__).with_name("rank.py")
 STEPS = 8  # at least, and in the first turn

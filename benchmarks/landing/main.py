@@ -28,6 +28,7 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.fused_grad_accumulation import InPlace
+from meshloom.program.run.execute import run_program
 from meshloom.program.run.with_fused_accumulation import with_landing
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import Partition, partition
@@ -74,7 +75,7 @@ class Way:
         seconds = 0.0
         for number in range(num_chunks):
             self.exchange.begin_last_chunk() if number == num_chunks - 1 else None
-            loss = self.program.run(self.parameters, self.buffers, self.batch, group=group)
+            loss = run_program(self.program, self.parameters, self.buffers, self.batch, group=group)
             start = time.process_time()
             loss.backward()
             seconds += time.process_time() - start

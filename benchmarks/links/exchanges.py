@@ -21,7 +21,7 @@ from meshloom.comm.collectives.explicit import spelled_out
 from meshloom.comm.group import Group
 from meshloom.core.costs import ALGORITHMS, halving_seconds, ring_seconds, server_seconds, tree_seconds
 from meshloom.core.mesh import Mesh
-from meshloom.launch import open_world
+from meshloom.launch.opening import open_world
 
 NUM_BYTES = 25_000_000
 SLOW = ("tree", "halving", "server")  # take several times as long as a ring, and vary less

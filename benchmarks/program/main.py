@@ -24,6 +24,7 @@ from gpt import loss, make_data, make_model, make_optimizer
 from records import write_records
 
 from meshloom.program.capture.capture import capture_module
+from meshloom.program.run.execute import run_program
 
 Forward = Callable[[list[Tensor]], Tensor]  # a batch -> its loss
 
@@ -57,7 +58,7 @@ def time_both(batch_size: int, num_rounds: int, num_steps: int) -> list[dict[str
     parameters, buffers = dict(owner.named_parameters()), dict(owner.named_buffers())
     systems = {
         "eager": Stepper(module, lambda batch: loss(module, batch)),
-        "program": Stepper(owner, lambda batch: program.run(parameters, buffers, batch)),
+        "program": Stepper(owner, lambda batch: run_program(program, parameters, buffers, batch)),
     }
     seconds: dict[tuple[str, str], list[float]] = {(part, name): [] for part in ("step", "forward+backward") for name in systems}
     for number in range(num_rounds + 1):

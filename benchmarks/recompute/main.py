@@ -31,6 +31,7 @@ from meshloom.program.cost.cost import costs
 from meshloom.program.cost.rates import rates_here
 from meshloom.program.ir.program import Program
 from meshloom.program.recompute.recompute import recomputed, with_recomputation
+from meshloom.program.run.execute import run_program
 
 HOW = ("none", "full", "selective")
 
@@ -97,7 +98,7 @@ def run(program: Program, model: nn.Module, batch: list[Tensor], num_steps: int)
     model.zero_grad()
     started = time.perf_counter()
     for _ in range(num_steps):
-        program.run(parameters, buffers, batch).backward()
+        run_program(program, parameters, buffers, batch).backward()
     return (time.perf_counter() - started) / num_steps
 
 
@@ -114,7 +115,7 @@ def check_alike(models: dict[str, nn.Module]) -> None:
 def job_of(program: Program) -> Job:
     """A job whose loss is the program."""
     base = Job(model=make_model, loss=loss, optimizer=make_optimizer, data=lambda: [0], batch_size=1, steps=1)
-    return replace(base, loss=lambda model, chunk: program.run(dict(model.named_parameters()), dict(model.named_buffers()), chunk))
+    return replace(base, loss=lambda model, chunk: run_program(program, dict(model.named_parameters()), dict(model.named_buffers()), chunk))
 
 
 def overhead(num_rounds: int) -> dict[str, Any]:
@@ -143,9 +144,9 @@ def overhead(num_rounds: int) -> dict[str, Any]:
             times.append(time.perf_counter() - started)
         return min(times)
 
-    forward = least(lambda: program.run(parameters, {}, x))
-    plain = least(lambda: program.run(parameters, {}, x).backward())
-    paid = least(lambda: again.run(parameters, {}, x).backward())
+    forward = least(lambda: run_program(program, parameters, {}, x))
+    plain = least(lambda: run_program(program, parameters, {}, x).backward())
+    paid = least(lambda: run_program(again, parameters, {}, x).backward())
     number = len(recomputed(program, costs(program), "full").seconds_of)
     return {
         "operators": number,

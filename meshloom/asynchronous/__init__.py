@@ -1,16 +1,13 @@
-"""Asynchronous training of a job: the state machines of `exchange/elastic/`, with parameters, gradients and data.
+"""Asynchronous training of a job: workers compute gradients at parameters of their own age, servers update with every push.
 
-division.py     which server holds which elements       shares.py       the data of one push
-parameters.py   what a server holds, and its updates    replica.py      the model on which workers compute
-checkpoints.py  where a run begins, and what it saves   inspection.py   evaluates and saves snapshots
-settings.py     what a run is told                      account.py      what it has come to
-options.py      the same on the command line           team.py         a worker of several ranks
+protocol/        who computes what, and in which order all is done, as state machines without a clock
+messaging/       what carries their messages between processes that come and go
+state/           what servers hold, what workers compute with, snapshots and checkpoints
+roles/           a server's and a worker's process, and a worker of several ranks
 
-run.py          a run on simulated devices, from its start or a checkpoint to its end
-processes.py    a run on processes, as its launcher sees it
-serving.py      a server's process                      working.py      a worker's process
-playing.py      which of the two this process is        greetings.py    how a worker gets in
-codec.py        messages as headers and tensors         outbox.py       messages that wait for a peer
-snapshots.py    a server's files                       reports.py      what a server tells its launcher
-looking.py      snapshots looked at beside training
+run.py           a run on simulated devices, from its start or a checkpoint to its end
+processes.py     a run on processes, as its launcher sees it
+start_role.py    which of the two this process is
+account.py       what a run has come to
+options.py       what it is told on the command line
 """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from meshloom.asynchronous.start_role import play
-from meshloom.launch import launched_role, leave, report_failure
+from meshloom.launch.environment import launched_role
+from meshloom.launch.failure import leave, report_failure
 
 if __name__ == "__main__":
     role = launched_role()

@@ -28,8 +28,8 @@ from meshloom.asynchronous.state.worker_model import WorkerReplica
 from meshloom.core.errors import DeviceError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.launch import World
 from meshloom.launch.one_process import world_in_one_process
+from meshloom.launch.world import World
 from meshloom.report.progress import Listener, Summary
 from meshloom.report.summary import TimeShares
 

@@ -85,7 +85,7 @@ def _alone(job: Job, plan: Plan) -> Computing:
 def _be_rank(role: Role, job: Job, plan: Plan, signals: list[int]) -> None:
     """One of several ranks of a worker. The first is the worker, the others compute what it says."""
     from meshloom.asynchronous.roles.worker_team import TeamReplica
-    from meshloom.launch import open_world
+    from meshloom.launch.opening import open_world
 
     with open_world(inner_plan(plan).mesh, "cpu", _FOR_EVER_SECONDS) as world:
         replica = TeamReplica(job, plan, world, None)

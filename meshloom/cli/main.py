@@ -18,7 +18,11 @@ from meshloom.cli.plan_lines import plan_of
 from meshloom.core.errors import PlanError
 from meshloom.core.jobfile import as_program, check_target, load_job
 from meshloom.core.timings import Timings
-from meshloom.launch import check_timeout, choose_devices, is_rank, launching_seconds, leave, report_failure, run_ranks
+from meshloom.launch.devices import choose_devices
+from meshloom.launch.environment import is_rank, launching_seconds
+from meshloom.launch.failure import leave, report_failure
+from meshloom.launch.opening import check_timeout
+from meshloom.launch.processes.launcher import run_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:

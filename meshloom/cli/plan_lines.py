@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 
 from meshloom.core.plan import Plan, num_bytes_of
-from meshloom.launch import default_ranks
+from meshloom.launch.devices import default_ranks
 
 LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshloom.launch import is_first_rank, is_rank
+from meshloom.launch.environment import is_first_rank, is_rank
 from meshloom.machine.machine import machine_file, save
 from meshloom.measure.calibration import Request, measure_company, measure_here, measure_machine
 from meshloom.report.machine_tables import machine_records, print_machine

@@ -14,7 +14,8 @@ from rich.console import Console
 from meshloom.cli.plan_lines import LOG_WIDTH, plan_of
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
-from meshloom.launch import cache_directory, check_ranks
+from meshloom.launch.devices import check_ranks
+from meshloom.launch.environment import cache_directory
 from meshloom.machine.machine import load, machine_file
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided

@@ -13,7 +13,8 @@ from meshloom.cli.plan_lines import plan_of
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
-from meshloom.launch import choose_for_workers, is_rank
+from meshloom.launch.devices import choose_for_workers
+from meshloom.launch.environment import is_rank
 from meshloom.planner.staged_plan import stage_plan
 from meshloom.report.progress import Listener
 from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary

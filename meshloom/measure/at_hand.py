@@ -10,8 +10,8 @@ import torch
 
 from meshloom.comm.shm.shared_memory import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
-from meshloom.launch import cores
 from meshloom.launch.environment import threads_per_rank
+from meshloom.machine.cores import cores
 from meshloom.machine.machine import Machine, load, machine_file, save, this_machine
 from meshloom.measure.calibration import Request, measure_machine
 from meshloom.planner.pricing import Devices

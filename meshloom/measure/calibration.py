@@ -24,8 +24,12 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import PlanError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
-from meshloom.launch import World, choose_devices, cores, default_ranks, open_world, run_ranks
+from meshloom.launch.devices import choose_devices, default_ranks
+from meshloom.launch.opening import open_world
+from meshloom.launch.processes.launcher import run_ranks
 from meshloom.launch.transport import host_identity
+from meshloom.launch.world import World
+from meshloom.machine.cores import cores
 from meshloom.machine.links import Company, Crowd, Link, Where
 from meshloom.machine.machine import Machine, load
 from meshloom.planner.measure.collective_timings import measure_algorithms, measure_links, transport_of

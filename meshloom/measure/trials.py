@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshloom.core.job import Job
-from meshloom.launch import run_ranks
+from meshloom.launch.processes.launcher import run_ranks
 from meshloom.planner.pricing import Option
 from meshloom.report.progress import QUIET
 from meshloom.train.trainer import Trainer

@@ -9,7 +9,6 @@ from typing import Any
 
 from meshloom.core.plan import Plan
 from meshloom.machine.machine import Machine
-from meshloom.pipeline.stages.stored_choices import divided_before
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import rates_of
 from meshloom.tensor_parallel.explain import Account, account_of
@@ -17,6 +16,7 @@ from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import Partition, partition
 from meshloom.tensor_parallel.rules.table import rules_with
 from meshloom.tensor_parallel.search.choose import Choice, choose, rates_for
+from meshloom.tensor_parallel.stored_division import divided_before
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.pipeline.stages.simulate import Simulated, simulate
 from meshloom.pipeline.stages.stage_traffic import Traffic, traffic_of_stages
 from meshloom.pipeline.stages.stages import Crossing, Stage, cut_into_stages, users_of
-from meshloom.pipeline.stages.stored_choices import cut_before
+from meshloom.pipeline.stages.stored_cuts import cut_before
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import Rates, rates_here, rates_of
 

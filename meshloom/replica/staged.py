@@ -41,8 +41,8 @@ from meshloom.pipeline.runtime.run import Listener
 from meshloom.pipeline.schedules.schedule import Action
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.pipeline.stages.staging import Staging
-from meshloom.program.capture.batch_values import check_following
 from meshloom.program.capture.outside import Outside
+from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.fused_grad_accumulation import InPlace

@@ -14,7 +14,6 @@ from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, PlanError
 from meshloom.core.timings import Timings
-from meshloom.pipeline.stages.stored_choices import divided_before
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.forms import alike
 from meshloom.program.store.stored import Stored
@@ -33,6 +32,7 @@ from meshloom.tensor_parallel.search.choose import (
     numbers_of_choice,
     rates_for,
 )
+from meshloom.tensor_parallel.stored_division import divided_before
 
 
 class Division:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from meshloom.core.random import seed_torch
-from meshloom.program.capture.batch_values import tensor_of
+from meshloom.program.ir.batch_values import tensor_of
 from meshloom.program.ir.callables import keyed, keyed_out_of_place, out_of_place
 from meshloom.program.ir.contexts import Entered
 from meshloom.program.ir.leaves import leaves_of

@@ -16,8 +16,8 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.timings import Timings
-from meshloom.program.capture.batch_values import fits
 from meshloom.program.capture.unlifted import unlifted
+from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.any_size import AnySize

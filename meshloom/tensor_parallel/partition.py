@@ -105,7 +105,6 @@ def _program(builder: _Builder, parameters: Mapping[str, Pieces], buffers: Mappi
         nodes=with_gathered_layers(builder.nodes, frozenset(ref.name for ref in refs_in((outputs, tuple(updates.values()))))),
         outputs=outputs,
         updates=updates,
-        _runners={},
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from meshloom.core.errors import TrainingError
-from meshloom.launch import is_rank
+from meshloom.launch.environment import is_rank
 
 _WORKING = threading.RLock()  # held by who draws
 

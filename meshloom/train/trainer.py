@@ -37,7 +37,12 @@ from meshloom.data.measured_shares import remeasure
 from meshloom.data.proportion import EVERY_STEPS
 from meshloom.data.shares import Record, Shares
 from meshloom.data.team_data import open_team_reader
-from meshloom.launch import StopRequests, World, cache_directory, launched_plan, open_world, report_stop, tell
+from meshloom.launch.environment import cache_directory, launched_plan
+from meshloom.launch.events import tell
+from meshloom.launch.failure import report_stop
+from meshloom.launch.opening import open_world
+from meshloom.launch.processes.signals import StopRequests
+from meshloom.launch.world import World
 from meshloom.parameters.model import check_dense_buffers
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.store.stored import Stored

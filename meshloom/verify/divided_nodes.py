@@ -23,6 +23,7 @@ from meshloom.comm.pieces import Pieces, take
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.nodes import Node
+from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part, cut_of
 from meshloom.tensor_parallel.lockstep import run_in_lockstep
@@ -40,7 +41,7 @@ def first_difference(part: Partition, model: nn.Module, batch: Any) -> str:
     whole, parts = _Seen(part.choice), _Seen(part.choice)
     with preserved_draws():
         seed_everything(_SEED)
-        _backward([program.run(*_split(program, state, None, 0), batch, dtype=torch.float64, visit=whole.note_whole)])
+        _backward([run_program(program, *_split(program, state, None, 0), batch, dtype=torch.float64, visit=whole.note_whole)])
         seed_everything(_SEED)
         split = [_split(program, state, part, rank) for rank in range(part.choice.num_ranks)]
         _backward(

@@ -22,6 +22,7 @@ from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, model_seed, seed_everything
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.program import Program
+from meshloom.program.run.execute import run_program
 from tests.families.family import Family
 from tests.families.limits import OTHER_KERNEL
 
@@ -143,7 +144,7 @@ def errors_of(program: Program, family: Family, way: Way, *, casts_stay: bool = 
         with _default(dtype):
             with KeyedDraws() if draws else nullcontext():  # the backward, too: checkpointed blocks draw again in it
                 expected = _run(eager, partial(job.loss, eager), batch, number, around=lifting)
-            found = _run(twin, lambda batch: program.run(*named, batch, dtype=torch.float64 if way.lifted else None), batch, number)
+            found = _run(twin, lambda batch: run_program(program, *named, batch, dtype=torch.float64 if way.lifted else None), batch, number)
         yield from _errors(found, expected, floor, any_dtype=casts_stay)
 
 

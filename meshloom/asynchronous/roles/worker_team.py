@@ -30,7 +30,7 @@ from meshloom.core.job import Job
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan, chunk_sizes
 from meshloom.data.data import Chunk
-from meshloom.launch import World
+from meshloom.launch.world import World
 from meshloom.parameters.model import state_of
 from meshloom.replica.replica import Replica
 from meshloom.report.summary import Traffic

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshloom.comm.background import Background
 from meshloom.comm.carrying import CHUNK_BYTES, Waits, carry_out, combine, in_chunks
+from meshloom.comm.collectives.background import Background
 from meshloom.comm.collectives.halving import doubling_all_gather, halving, halving_reduce_scatter
 from meshloom.comm.collectives.hierarchical import hierarchical
 from meshloom.comm.collectives.ring import all_gather as ring_all_gather

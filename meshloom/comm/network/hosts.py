@@ -23,8 +23,8 @@ from torch import Tensor
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.mean import divide
+from meshloom.comm.network.phases import PhasedLine, Phases
 from meshloom.comm.patience import BackgroundWork, Patience
-from meshloom.comm.phases import PhasedLine, Phases
 from meshloom.core.errors import CollectiveError
 
 _END_SECONDS = 5.0  # that threads are given to end

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshloom.comm.contiguous import one_after_another, to_read, to_write
 from meshloom.comm.group import Group, Work
 from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.shm.contiguous import one_after_another, to_read, to_write
 from meshloom.comm.shm.engine_calls import (
     ALL_GATHER,
     ALL_REDUCE,

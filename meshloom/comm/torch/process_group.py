@@ -17,11 +17,11 @@ from torch import Tensor
 from meshloom.comm.group import Work
 from meshloom.comm.network.one_host import check_one_host
 from meshloom.comm.shm.shared_memory import ShmGroup
-from meshloom.comm.sparse_sum import SparseSum
 from meshloom.comm.torch.async_work import Completer, ShmReceived, ShmWork
 from meshloom.comm.torch.device_groups import OtherBackends
 from meshloom.comm.torch.host_copies import StandIns
 from meshloom.comm.torch.process_group_calls import collective, op_of, scaled
+from meshloom.comm.torch.sparse_sum import SparseSum
 from meshloom.core.errors import CollectiveError
 
 _ProcessGroup: Any = dist.ProcessGroup

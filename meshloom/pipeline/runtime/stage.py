@@ -14,11 +14,12 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.pipeline.runtime.deferred_weight_gradients import Later
 from meshloom.pipeline.stages.stages import Stage
-from meshloom.program.capture.batch_values import tensor_of
+from meshloom.program.ir.batch_values import tensor_of
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.fused_grad_accumulation import InPlace, Landing
+from meshloom.program.run.execute import run_flat
 from meshloom.program.run.with_fused_accumulation import with_landing
 
 Finish = Callable[[int, Sequence[Any]], Tensor | None]  # microbatch, what the loss returned, flat -> what backward starts from
@@ -104,11 +105,11 @@ class StageRun:
         leaves = [given[each.value] if each.value in given else tensor_of(batch, each) for each in program.inputs]
         changing = self._stages[microbatch].changing
         if not changing:
-            return program.run_flat(self._parameters, self._buffers, leaves, visit=self._visit, group=self._group)
+            return run_flat(program, self._parameters, self._buffers, leaves, visit=self._visit, group=self._group)
         # Backward may want a buffer as this forward saw it, and another forward comes in between.
         changed = {name: self._buffers[name].clone() for name in changing}
         live: Any = self._buffers  # a `ChainMap` only reads its second mapping
-        values = program.run_flat(self._parameters, ChainMap(changed, live), leaves, visit=self._visit, group=self._group)
+        values = run_flat(program, self._parameters, ChainMap(changed, live), leaves, visit=self._visit, group=self._group)
         with torch.no_grad():
             for name, value in changed.items():
                 self._buffers[name].copy_(value)

@@ -54,7 +54,7 @@ def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:
                 )
             )
             picked |= {each.name: replace(each, args=(Ref(name), at)) for at, each in enumerate(own)}
-    return replace(part, nodes=tuple(nodes), _runners={})
+    return replace(part, nodes=tuple(nodes))
 
 
 def rows_apart(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, Routed]) -> tuple[Program, dict[str, int]]:
@@ -89,7 +89,7 @@ def rows_apart(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, 
             name = f"{node.name}__in_{stage}"
             nodes.append(replace(made, name=name, target=take_rows, args=(Ref(made.name), Ref(rows.name), where.dim), outputs=(meta,)))
             found[name] = stage
-    return replace(part, nodes=tuple(nodes), _runners={}), found
+    return replace(part, nodes=tuple(nodes)), found
 
 
 def changes_apart(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, dict[str, int]]:
@@ -117,7 +117,7 @@ def changes_apart(part: Program, stage_of: Mapping[str, int]) -> tuple[Program, 
                 own = replace(own, name=f"{node.name}_{stage}")
                 found[own.name] = stage
             nodes.append(own)
-    return replace(part, nodes=tuple(nodes), _runners={}), found
+    return replace(part, nodes=tuple(nodes)), found
 
 
 def _renamed(node: Node, renamed: Mapping[str, Ref]) -> Node:

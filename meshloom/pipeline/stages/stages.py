@@ -182,7 +182,6 @@ class _Cutter:
                 out_spec=tree_flatten([0] * len(outputs))[1],
                 updates=updates,
                 in_place=frozenset(name for name in program.in_place if program.buffers[name].value in used),
-                _runners={},
             ),
             incoming=incoming,
             outgoing=outgoing,

@@ -26,7 +26,7 @@ from meshloom.pipeline.stages.cutting import choose_stages, schedule_of
 from meshloom.pipeline.stages.made_per_stage import changes_apart, layers_apart, rows_apart
 from meshloom.pipeline.stages.stage_forms import StageForms
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages, users_of
-from meshloom.pipeline.stages.stored_choices import cut_before, kept_before
+from meshloom.pipeline.stages.stored_cuts import cut_before
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, rates_here
 from meshloom.program.ir.leaves import leaves_of
@@ -40,6 +40,7 @@ from meshloom.program.sizes.forms import alike
 from meshloom.program.sizes.symbolic import Sizes
 from meshloom.program.store.newest import Newest
 from meshloom.program.store.stored import Stored
+from meshloom.program.store.stored_costs import kept_before
 from meshloom.tensor_parallel.loss_programs import LossPrograms, Shapes
 from meshloom.tensor_parallel.partition import Routed
 
@@ -170,7 +171,7 @@ class Staging:
             before = yield from self._decide(whole, self.programs.priced(shapes, loss=loss, training=training), group)
             self._decided.append(before)
         if before.kept is not None:
-            part = replace(part, kept=before.kept, _runners={})
+            part = replace(part, kept=before.kept)
         with self._timings.of("cutting"):
             stages = stages_of_part(part, before.stage_of, self.programs.routed(shapes, loss=loss, training=training), self._plan.num_stages)
         if self._homes is None:

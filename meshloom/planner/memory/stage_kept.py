@@ -41,7 +41,7 @@ def kept_bytes_of(stage: Stage, num_ranks: int) -> int:
 def _of_what_is_used(program: Program) -> Program:
     """Without the parameters of other stages."""
     used = {ref.name for node in program.nodes for ref in node.operands()}
-    return replace(program, parameters={name: each for name, each in program.parameters.items() if each.value in used}, _runners={})
+    return replace(program, parameters={name: each for name, each in program.parameters.items() if each.value in used})
 
 
 def _kept_bytes(program: Program, received: Collection[str]) -> dict[str, int]:
@@ -91,7 +91,7 @@ def _alone(program: Program, num_ranks: int) -> Program:
             return replace(node, target=lambda *_, shape=meta.shape: torch.empty(shape, dtype=torch.int64, device=program.device))
         return node
 
-    return replace(program, nodes=tuple(map(one, program.nodes)), _runners={})
+    return replace(program, nodes=tuple(map(one, program.nodes)))
 
 
 class _Done(Work):

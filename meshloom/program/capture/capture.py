@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
-from meshloom.program.capture.batch_values import read_values
+from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import strides_of
@@ -69,7 +69,7 @@ def capture_module(
 
     with reading(dtype):
         program, others = read_values(given, lambda leaves: folded(partial(read, leaves)) if fold else read(leaves, False), numbers=numbers)
-    return replace(program, others=others, _runners={})
+    return replace(program, others=others)
 
 
 def _same(first: Exported, second: Exported) -> bool:

@@ -19,6 +19,7 @@ from meshloom.program.capture.sketch import Sketch, sketch
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.program import Program
+from meshloom.program.run.execute import run_program
 from meshloom.program.trace.attributes import plain_values, whole_attributes
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
 from meshloom.program.trace.reading import one_thread
@@ -144,7 +145,7 @@ def _program(
 ) -> _Ran:
     seed_everything(seed)
     with _taking_gradients(parameters) as gradients:
-        outputs = tree_leaves(program.run(parameters, buffers, batch))
+        outputs = tree_leaves(run_program(program, parameters, buffers, batch))
         if backward:
             _backward(outputs)
     return _Ran(_detached(outputs), gradients, {name: buffer.detach().clone() for name, buffer in buffers.items()})
@@ -243,7 +244,7 @@ def _first_difference(
 
     outputs: list[tuple[str, Tensor]] = []
     seed_everything(seed)
-    program.run(parameters, {name: each.clone() for name, each in buffers.items()}, batch, visit=collect)
+    run_program(program, parameters, {name: each.clone() for name, each in buffers.items()}, batch, visit=collect)
     with _watched(model, outputs):
         seed_everything(seed)
         with KeyedDraws():

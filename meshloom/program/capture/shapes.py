@@ -97,7 +97,7 @@ def on_cpu(device: torch.device) -> Iterator[None]:
 
 def moved_to(program: Program, device: torch.device) -> Program:
     """A program that was read on the CPU, as one of `device`."""
-    return replace(program, nodes=tuple(_moved(node, device) for node in program.nodes), device=device, _runners={})
+    return replace(program, nodes=tuple(_moved(node, device) for node in program.nodes), device=device)
 
 
 def _build(job: Job, mode: FakeTensorMode, small: int, *, training: bool) -> nn.Module:

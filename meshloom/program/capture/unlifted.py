@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from meshloom.core.job import Job
-from meshloom.program.capture.batch_values import takes_numbers
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.ir.batch_values import takes_numbers
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 

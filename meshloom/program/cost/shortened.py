@@ -274,7 +274,6 @@ class _Operators:
             constants={name: each for name, each in program.constants.items() if name not in unused},
             outputs=_renamed(program.outputs, names),
             updates={name: ref for name, ref in program.updates.items() if ref.name not in left},
-            _runners={},
         )
         return Shortened(program=short, whole=program, start=start, period=period, num_blocks=count, variables=variables)
 

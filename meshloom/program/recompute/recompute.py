@@ -51,8 +51,8 @@ def with_recomputation(program: Program, how: str, *, costs_of: Mapping[str, Cos
     the costs of this program (which a program that is divided already does not have: give those of the whole) and its device's default rates.
     """
     if how == "none":
-        return replace(program, kept=None, _runners={})
-    return replace(program, kept=kept_values(program, costs_of, how, rates), _runners={})
+        return replace(program, kept=None)
+    return replace(program, kept=kept_values(program, costs_of, how, rates))
 
 
 def recomputed(program: Program, costs_of: Mapping[str, Cost], how: str, rates: Rates | None = None) -> Recomputed:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 
 from meshloom.program.ir.nodes import Node, refs_in
-from meshloom.program.run.runner import Listing
+from meshloom.program.ir.program import Program
 
 IN_FLIGHT = 2.0
 NUM_LIMITS = 16
@@ -41,7 +41,7 @@ class Segment:
     dying: tuple[str, ...]
 
 
-def segments_of(program: Listing) -> tuple[Segment, ...]:
+def segments_of(program: Program) -> tuple[Segment, ...]:
     """All nodes of `program`, in order, in segments."""
     returned = {ref.name for ref in refs_in((program.outputs, tuple(program.updates.values())))}
     later = set(returned)

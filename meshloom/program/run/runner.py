@@ -6,17 +6,17 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec
 
 from meshloom.comm.group import Group
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.callables import keyed, keyed_out_of_place, out_of_place
 from meshloom.program.ir.contexts import Entered
-from meshloom.program.ir.nodes import Input, Node, Ref, Variable, refs_in
+from meshloom.program.ir.nodes import Node, Ref, refs_in
+from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Joint
 from meshloom.program.operators.sliced_draws import PartOfDraw
 
@@ -24,37 +24,12 @@ Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in i
 _COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
-class Listing(Protocol):
-    """What is run: the fields of a `Program`."""
-
-    @property
-    def parameters(self) -> Mapping[str, Variable]: ...
-    @property
-    def buffers(self) -> Mapping[str, Variable]: ...
-    @property
-    def constants(self) -> Mapping[str, Tensor]: ...
-    @property
-    def inputs(self) -> tuple[Input, ...]: ...
-    @property
-    def nodes(self) -> tuple[Node, ...]: ...
-    @property
-    def outputs(self) -> tuple[Any, ...]: ...
-    @property
-    def out_spec(self) -> TreeSpec: ...
-    @property
-    def updates(self) -> Mapping[str, Ref]: ...
-    @property
-    def in_place(self) -> frozenset[str]: ...
-    @property
-    def device(self) -> torch.device: ...
-
-
 class Runner:
     """A compiled program."""
 
     def __init__(
         self,
-        program: Listing,
+        program: Program,
         function: Callable[..., Any],
         special: Sequence[Any],
         constants: list[Tensor],
@@ -82,7 +57,7 @@ class Runner:
         visit: Any = None,
         group: Group | None = None,
     ) -> list[Any]:
-        """As `Program.run_flat`; leaves: the batch's tensors in order. visit: as for `Program.run`."""
+        """As `run_flat`; leaves: the batch's tensors in order. visit: as for `run_program`."""
         dtype = self._dtype
         inputs = [leaf.to(self._device, dtype if dtype is not None and leaf.is_floating_point() else None) for leaf in leaves]
         state = [parameters[name] for name in self._parameters] + [buffers[name] for name in self._buffers]
@@ -96,7 +71,7 @@ class Runner:
 
 
 def compile_program(
-    program: Listing, device: torch.device, dtype: torch.dtype | None, *, visiting: bool = False, shared: Shared | None = None
+    program: Program, device: torch.device, dtype: torch.dtype | None, *, visiting: bool = False, shared: Shared | None = None
 ) -> Runner:
     """A function of (entered, visit, special, parameters..., buffers..., constants..., inputs...) that gives outputs and updates.
 
@@ -137,7 +112,7 @@ class Lowered:
 
 
 def lower(
-    program: Listing,
+    program: Program,
     nodes: Iterable[Node],
     given: Iterable[str],
     outputs: Iterable[Any],
@@ -293,12 +268,12 @@ def lifted(value: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return _COMPLEX[dtype] if value.is_complex else dtype
 
 
-def contexts_of(program: Listing) -> tuple[Any, ...]:
+def contexts_of(program: Program) -> tuple[Any, ...]:
     """The contexts that its nodes run in, each once."""
     return tuple(dict.fromkeys(node.context for node in program.nodes))
 
 
-def used_variables(program: Listing, variables: Mapping[str, Any]) -> list[Any]:
+def used_variables(program: Program, variables: Mapping[str, Any]) -> list[Any]:
     """Those of the parameters or buffers that something reads."""
     names = {ref.name for node in program.nodes for ref in node.operands()}
     names |= {ref.name for ref in refs_in((*program.outputs, *program.updates.values()))}

@@ -56,7 +56,7 @@ def with_landing(program: Program, landing: Landing, *, min_elements: int = MIN_
         weight = parameters[node.args[1].name]
         return replace(node, target=LandedLinear(landing)) if weight.num_bytes // weight.dtype.itemsize >= min_elements else node
 
-    return replace(program, nodes=tuple(map(changed, program.nodes)), _runners={})
+    return replace(program, nodes=tuple(map(changed, program.nodes)))
 
 
 class _Linear(torch.autograd.Function):

@@ -22,7 +22,7 @@ from meshloom.comm.objects import collect, share, share_bytes
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
-from meshloom.program.capture.batch_values import fits
+from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack

@@ -37,4 +37,4 @@ def resized(known: Program, job: Job, batches: tuple[Any, Any], capture: Capture
         return None
     found = moved_to(found, known.device)
     values_are_known = not any(isinstance(each, FakeTensor) for each in found.constants.values())  # no draws of a constructor, say
-    return replace(found, constants=dict(known.constants), _runners={}) if values_are_known and alike(found, known) else None
+    return replace(found, constants=dict(known.constants)) if values_are_known and alike(found, known) else None

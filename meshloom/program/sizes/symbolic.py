@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.job import Job
-from meshloom.program.capture.batch_values import stand_ins
 from meshloom.program.capture.shapes import model_by_shapes, on_cpu
+from meshloom.program.ir.batch_values import stand_ins
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.trace.reading import reading

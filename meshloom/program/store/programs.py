@@ -18,10 +18,10 @@ from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.timings import Timings
 from meshloom.machine.cores import cores
-from meshloom.program.capture.batch_values import fits, refused_value, takes_numbers, with_other_numbers
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.capture.check import check_against_module, check_forward
 from meshloom.program.capture.outside import Outside
+from meshloom.program.ir.batch_values import fits, refused_value, takes_numbers, with_other_numbers
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.lines import WAY_OUT, describe_line, line_of_error
 from meshloom.program.ir.program import Program

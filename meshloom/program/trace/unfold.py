@@ -42,7 +42,6 @@ def unfolded(program: Program) -> Program:
         outputs=tuple(_replaced(unfolding.of(each), names) for each in program.outputs),
         updates={name: _replaced(unfolding.of(each), names) for name, each in sorted(unfolding.updates.items(), key=lambda item: order[item[0]])},
         in_place=frozenset(unfolding.in_place),
-        _runners={},
     )
 
 

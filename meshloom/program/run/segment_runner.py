@@ -27,10 +27,11 @@ from meshloom.core.random import seed_torch
 from meshloom.program.ir.contexts import Entered
 from meshloom.program.ir.draws import seed_of_draw
 from meshloom.program.ir.nodes import Ref
+from meshloom.program.ir.program import Program
 from meshloom.program.recompute.saved_frame import Frame, Handle, open_saved
 from meshloom.program.recompute.saved_tensors import Recipe, Save, make_recipe, saves_of
 from meshloom.program.recompute.segments import Segment, segments_of
-from meshloom.program.run.runner import Listing, Runner, Special, compile_program, contexts_of, lifted, lower, used_variables
+from meshloom.program.run.runner import Runner, Special, compile_program, contexts_of, lifted, lower, used_variables
 
 _torch: Any = torch  # for modules that are looked up by the kind of device
 
@@ -38,7 +39,7 @@ _torch: Any = torch  # for modules that are looked up by the kind of device
 class RunnerAgain:
     """A compiled program. kept: nodes that never run again. Runs as `Runner` does; where no gradients are recorded it is one."""
 
-    def __init__(self, program: Listing, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(self, program: Program, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None) -> None:
         self._program, self._device, self._dtype = program, device, dtype
         self._plain: Runner | None = None
         self._parameters = [(each.value, each.name) for each in used_variables(program, program.parameters)]
@@ -86,7 +87,7 @@ class RunnerAgain:
 class _Runs:
     """A segment, compiled anew for every layout of what it is given: what is saved follows from that."""
 
-    def __init__(self, program: Listing, segment: Segment, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(self, program: Program, segment: Segment, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None) -> None:
         self.program, self.segment, self.kept, self.device, self.dtype = program, segment, kept, device, dtype
         self.contexts = contexts_of(program)
         changing = {each.value for name, each in program.buffers.items() if name in program.updates or name in program.in_place}

@@ -1,0 +1,89 @@
+"""Runs a program on a batch: compiled once for a device and a precision, with what is recomputed in the backward if the program says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from meshloom.comm.group import Group
+from meshloom.core.errors import CaptureError
+from meshloom.program.ir.batch_values import fits, tensor_of
+from meshloom.program.ir.leaves import Leaves, leaves_of
+from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
+from meshloom.program.run.runner import Runner, compile_program
+from meshloom.program.run.segment_runner import RunnerAgain
+
+
+def run_program(
+    program: Program,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batch: Any,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    visit: Callable[[Node, Any], None] | None = None,
+    group: Group | None = None,
+) -> Any:
+    """What the loss returns for `batch`, and buffers updated as the module would update its own.
+
+    parameters, buffers: by the user's names, on `device`.
+    device: where to compute; default: where it was captured.
+    dtype: compute everything of floating-point in this precision: constants, inner casts and autocast regions are lifted to it,
+        and `parameters` and `buffers` are expected in it.
+    visit: called with every node and its value; slower.
+    group: the ranks among which it is divided, if it is one rank's program.
+    Raises `CaptureError` for a program that was read by shapes alone, and for a batch of other shapes or values than it is for.
+    """
+    if program.by_shapes:
+        raise CaptureError(
+            f"This program of {len(program.nodes)} operators was read by shapes alone, so it cannot be run. Read it from batches: capture(job, batches)."
+        )
+    leaves = leaves_of(batch)
+    _check_batch(program, leaves)
+    flat = [tensor_of(leaves, each, dtype) for each in program.inputs]
+    return tree_unflatten(_runner(program, device, dtype, visiting=visit is not None).run(parameters, buffers, flat, visit, group), program.out_spec)
+
+
+def run_flat(
+    program: Program,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    visit: Callable[[Node, Any], None] | None = None,
+    group: Group | None = None,
+) -> list[Any]:
+    """As `run_program` where it was captured, for the tensors of `inputs` in order: what it returns, flat. Shapes are not looked at."""
+    return _runner(program, None, None, visiting=visit is not None).run(parameters, buffers, inputs, visit, group)
+
+
+def _runner(program: Program, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool) -> Runner | RunnerAgain:
+    where = torch.device(device) if device is not None else program.device
+    runner = program.compiled.get((where, dtype, visiting))
+    if runner is None:
+        if program.kept is not None and not visiting:
+            made = RunnerAgain(program, program.kept, where, dtype)
+        else:
+            made = compile_program(program, where, dtype, visiting=visiting, shared=program.shared)
+        runner = program.compiled.setdefault((where, dtype, visiting), made)
+    return runner
+
+
+def _check_batch(program: Program, leaves: Leaves) -> None:
+    found = {name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()} | dict.fromkeys(leaves.values, ())
+    for each in program.inputs:
+        if found.get(each.name) != each.meta.shape:
+            shape = found.get(each.name)
+            given = f"has shape {list(shape)}" if shape is not None else "is missing"
+            raise CaptureError(
+                f"{each.name} of the batch {given}, and the program is for {list(each.meta.shape)}. Capture a program for batches of this shape."
+            )
+    if not fits(program.others, leaves.values):
+        wanted = ", ".join(f"{name} is {each}" for name, each in program.others.items() if each)
+        raise CaptureError(f"The program is for batches in which {wanted or 'there is nothing besides tensors'}. Capture one for this batch.")
