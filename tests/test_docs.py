@@ -13,8 +13,11 @@ from tests.documents import Block, anchors_of, blocks_of
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*/*.md")])
 ELSEWHERE = ("https://", "http://")
-SAME_IN_BOTH = {"README.md", "README.zh-CN.md"}  # each links to the other
-GUIDES = [ROOT / name for name in ("README.md", "docs/which_plan.md", "docs/how_it_works.md", "docs/clusters/README.md")]
+IN_BOTH_LANGUAGES = ("README", "docs/guide", "docs/plan_settings")
+GUIDES = [
+    ROOT / name
+    for name in ("README.md", "docs/guide.md", "docs/plan_settings.md", "docs/which_plan.md", "docs/how_it_works.md", "docs/clusters/README.md")
+]
 
 
 def name_of(path: Path) -> str:
@@ -48,10 +51,15 @@ def test_every_plan_that_a_guide_names_is_one(path: Path):
         Plan.parse(plan)
 
 
-def test_the_readme_is_the_same_in_both_languages():
-    english, chinese = (blocks_of((ROOT / name).read_text(encoding="utf-8")) for name in ("README.md", "README.zh-CN.md"))
+@pytest.mark.parametrize("name", IN_BOTH_LANGUAGES)
+def test_a_document_is_the_same_in_both_languages(name: str):
+    english, chinese = (blocks_of((ROOT / f"{name}{suffix}.md").read_text(encoding="utf-8")) for suffix in ("", ".zh-CN"))
     different = differences(english, chinese)
-    assert not different, "README.zh-CN.md does not say what README.md says:\n" + "\n".join(different)
+    assert not different, f"{name}.zh-CN.md does not say what {name}.md says:\n" + "\n".join(different)
+
+
+def test_the_readme_is_read_in_a_few_minutes():
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 150
 
 
 def test_what_drifts_is_named():
@@ -59,18 +67,28 @@ def test_what_drifts_is_named():
     text = "# Title\n\nSee `a` and [b](c.md).\n\n    run this\n\n## Second\n\n| x | y |\n|---|---|\n| `1` | z |\n"
     changes = {
         "run this": ("run that", "line 5 and 5 (Title | Title): the code differs"),
-        "`a`": ("`e`", "line 3 and 3 (Title | Title): code words only in README.md: a; only in README.zh-CN.md: e"),
-        "c.md": ("d.md", "line 3 and 3 (Title | Title): links only in README.md: c.md; only in README.zh-CN.md: d.md"),
-        "| `1` | z |\n": ("| `1` | z |\n| v | w |\n", "line 9 and 9 (Second | Second): 3 rows in README.md, 4 in README.zh-CN.md"),
-        "## Second": ("### Second", "line 7 and 7 (Second | Second): a heading of level 2 in README.md, of level 3 in README.zh-CN.md"),
+        "`a`": ("`e`", "line 3 and 3 (Title | Title): code words only in English: a; only in Chinese: e"),
+        "c.md": ("d.md", "line 3 and 3 (Title | Title): links only in English: c.md; only in Chinese: d.md"),
+        "| `1` | z |\n": ("| `1` | z |\n| v | w |\n", "line 9 and 9 (Second | Second): 3 rows in English, 4 in Chinese"),
+        "## Second": ("### Second", "line 7 and 7 (Second | Second): a heading of level 2 in English, of level 3 in Chinese"),
         "    run this\n\n": (
             "",
-            "line 5 (Title): README.md has code here, README.zh-CN.md at line 5 (Second) a heading: nothing after it was compared",
+            "line 5 (Title): code in English, in Chinese at line 5 (Second) a heading: nothing after it was compared",
         ),
     }
     assert differences(blocks_of(text), blocks_of(text)) == []
     for before, (after, message) in changes.items():
         assert differences(blocks_of(text), blocks_of(text.replace(before, after))) == [message]
+
+
+def plainly(target: str) -> str:
+    """Where a link leads, whatever the language; nothing for a document that is in both, where the link to the other one is.
+
+    >>> plainly("docs/guide.zh-CN.md#x"), plainly("docs/verify.md"), plainly("README.md")
+    ('', 'docs/verify.md', '')
+    """
+    file = target.partition("#")[0].replace(".zh-CN.md", ".md")
+    return "" if any(each.endswith(file.removesuffix(".md")) for each in IN_BOTH_LANGUAGES) else target
 
 
 def differences(english: list[Block], chinese: list[Block]) -> list[str]:
@@ -80,20 +98,21 @@ def differences(english: list[Block], chinese: list[Block]) -> list[str]:
         where = f"line {one.line} and {other.line} ({one.section} | {other.section})"
         if one.kind != other.kind:
             here, there = (f"a {each.kind}" if each.kind in ("heading", "table") else each.kind for each in (one, other))
-            at = f"line {one.line} ({one.section}): README.md has {here} here, README.zh-CN.md at line {other.line} ({other.section}) {there}"
+            at = f"line {one.line} ({one.section}): {here} in English, in Chinese at line {other.line} ({other.section}) {there}"
             return [*found, f"{at}: nothing after it was compared"]
         levels = [len(each.text) - len(each.text.lstrip("#")) for each in (one, other)]
         if one.kind == "heading" and levels[0] != levels[1]:
-            found.append(f"{where}: a heading of level {levels[0]} in README.md, of level {levels[1]} in README.zh-CN.md")
+            found.append(f"{where}: a heading of level {levels[0]} in English, of level {levels[1]} in Chinese")
         if one.kind == "code" and one.text != other.text:
             found.append(f"{where}: the code differs")
         if one.kind == "table" and (rows := [each.text.count("\n") + 1 for each in (one, other)])[0] != rows[1]:
-            found.append(f"{where}: {rows[0]} rows in README.md, {rows[1]} in README.zh-CN.md")
-        for what, mine, others in (("code words", one.code_words, other.code_words), ("links", one.links, other.links)):
-            only, missing = (sorted(set(first) - set(second) - SAME_IN_BOTH) for first, second in ((mine, others), (others, mine)))
+            found.append(f"{where}: {rows[0]} rows in English, {rows[1]} in Chinese")
+        links = [[target for each in block.links if (target := plainly(each))] for block in (one, other)]
+        for what, mine, others in (("code words", one.code_words, other.code_words), ("links", *links)):
+            only, missing = (sorted(set(first) - set(second)) for first, second in ((mine, others), (others, mine)))
             if only or missing:
-                sides = [f"only in {name}: {', '.join(each)}" for name, each in (("README.md", only), ("README.zh-CN.md", missing)) if each]
+                sides = [f"only in {name}: {', '.join(each)}" for name, each in (("English", only), ("Chinese", missing)) if each]
                 found.append(f"{where}: {what} {'; '.join(sides)}")
     if len(english) != len(chinese):
-        found.append(f"README.md has {len(english)} blocks, README.zh-CN.md {len(chinese)}")
+        found.append(f"{len(english)} blocks in English, {len(chinese)} in Chinese")
     return found

@@ -44,6 +44,20 @@ def test_every_example_trains_on_simulated_devices(
     assert len(records(capsys.readouterr().out)["step"]) == 1
 
 
+@alone
+def test_the_first_example_of_the_readme_trains_and_is_equal_to_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    source = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    (tmp_path / "job.py").write_text(source)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "job.py", "--plan", "dp=2", "--devices", "simulated", "--steps", "2", "--json", "-"]) == 0
+    assert len(records(capsys.readouterr().out)["step"]) == 2
+    assert main(["verify", "job.py", "--plan", "dp=2,tp=2", "--devices", "simulated", "--steps", "2"]) == 0
+    assert "EQUAL" in capsys.readouterr().out
+
+
 @together
 @pytest.mark.parametrize("name", ["01_gpt_bytes", pytest.param("02_digits", marks=pytest.mark.slow)])
 def test_real_input_trains_on_processes_and_the_loss_falls(name: str, tmp_path: Path):

@@ -46,6 +46,7 @@ PLAIN_VALUES = {  # import no torch
     "core/mesh.py", "core/plan.py", "core/plan_exchange.py", "core/plan_shares.py", "core/costs.py", "core/timings.py", "core/cache.py", "core/errors.py",
     "machine/machine.py", "machine/links.py", "program/store/typed_json.py", "pipeline/schedules/schedule.py",
 }  # fmt: skip
+FACES = {"comm/torch_backend.py": "__init__"}  # names that users import, and the room whose line they stand on
 MAY_NAME_DISTRIBUTED = ("comm/", "launch/")
 MAY_READ_ENVIRONMENT = ("launch/environment.py",)
 OPTIONAL = {"matplotlib", "transformers", "sklearn", "psutil", "hypothesis", "pytest"}  # not there in every installation
@@ -80,7 +81,7 @@ def room_of(module: str) -> str:
 
 def room_at(path: Path) -> str:
     """Of a file."""
-    return room_of(".".join(["meshloom", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"))
+    return FACES.get(name_of(path)) or room_of(".".join(["meshloom", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"))
 
 
 @cache

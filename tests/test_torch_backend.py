@@ -66,7 +66,7 @@ def _error_of(call: Callable[[], object]) -> str:
 
 
 def _mistakes() -> dict[str, Any]:
-    import meshloom.comm.torch.backend  # noqa: F401
+    import meshloom.comm.torch_backend  # noqa: F401
 
     dist.init_process_group("shm", timeout=timedelta(seconds=30))
     rank = dist.get_rank()
@@ -130,6 +130,6 @@ def test_a_rank_that_does_not_join_is_named():
 
 def test_without_the_compiled_engine_importing_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shm, "_engine", None)
-    monkeypatch.delitem(sys.modules, "meshloom.comm.torch.backend", raising=False)
+    monkeypatch.delitem(sys.modules, "meshloom.comm.torch_backend", raising=False)
     with pytest.raises(DeviceError, match="The shm backend is not available: .* install a C compiler and Python's headers"):
-        importlib.import_module("meshloom.comm.torch.backend")
+        importlib.import_module("meshloom.comm.torch_backend")

@@ -22,7 +22,7 @@ from tests import two_hosts
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 JOB = str(Path(__file__).with_name("hosts_job.py"))
 MACHINES = "through shared memory on each of 2 machines and over Gloo between them"
-README = Path(__file__).parents[1] / "README.md"
+GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
 SECONDS_TO_TELL = 10.0
 SECONDS_IN_A_STEP = 2.0  # far more than one takes
 
@@ -118,7 +118,7 @@ def test_a_killed_rank_ends_all_others_on_both_hosts(hosts: list[str], victim: i
 
 
 def test_the_readme_s_lines_train_on_two_hosts(hosts: list[str], tmp_path: Path):
-    lines = [line.split() for line in README.read_text().splitlines() if line.startswith("    torchrun --nnodes 2")]
+    lines = [line.split() for line in GUIDE.read_text().splitlines() if line.startswith("    torchrun --nnodes 2")]
     assert len(lines) == 2
     (tmp_path / "job.py").write_text("from tests.hosts_job import job\n")
     torchrun = str(Path(sys.executable).with_name("torchrun"))

@@ -212,7 +212,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (d
 def world() -> dict[str, Any]:
     """On each rank: what every scenario gives over shm, and over Gloo."""
     warnings.simplefilter("ignore")  # torch's tools warn about themselves
-    import meshloom.comm.torch.backend  # noqa: F401
+    import meshloom.comm.torch_backend  # noqa: F401
 
     dist.init_process_group("shm", timeout=timedelta(seconds=30))
     gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))

@@ -74,7 +74,7 @@ def _suite(backend: str, num_ranks: int) -> Any:
         importlib.import_module("torch.testing._internal.common_distributed").skip_if_small_worldsize = lambda test: test
     tests = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     if backend == "shm":
-        importlib.import_module("meshloom.comm.torch.backend")
+        importlib.import_module("meshloom.comm.torch_backend")
     if backend != "gloo":
         tests.BACKEND = TakenForGloo(backend)
     return type("Suite", (tests.TestDistBackend, tests.DistributedTest._DistTestBase), {})
