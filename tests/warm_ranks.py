@@ -20,7 +20,8 @@ from processes import CONTEXT, RankError
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from meshloom.comm.shm.segments import Files
-from meshloom.comm.shm.shared_memory import Settings, ShmGroup
+from meshloom.comm.shm.settings import Settings
+from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.shm.window import Window
 
 MEETING_SECONDS = 30.0

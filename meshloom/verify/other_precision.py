@@ -57,3 +57,9 @@ def convert_model(model: nn.Module, device: torch.device, dtype: torch.dtype | N
         if dtype is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return moved
+
+
+def most_precise(model: nn.Module) -> torch.dtype:
+    """The most precise floating-point dtype among the parameters."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.get_default_dtype())

@@ -3,7 +3,7 @@
 It shares no code with the exchange, the trainer or the optimizer path; the cutting of batches, the reading of samples and
 the order of an epoch's batches are written here a second time. For each step:
 
-    read the global batch, cut it into dp * m chunks          (with synchronised batch statistics: m chunks, see `_cut`)
+    read the global batch, cut it into dp * m chunks          (with synchronised batch statistics: m chunks, see `reference_chunks.py`)
     for each chunk: buffers as the step found them, seed, loss of the chunk, backward of its sum
     buffers = what the chunks wrote, merged in their order (`merging.py`)
     gradient = sum / total weight;  clip;  optimizer step;  scheduler step
@@ -11,11 +11,9 @@ the order of an epoch's batches are written here a second time. For each step:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -25,15 +23,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import default_collate
 
 from meshloom.core.compiled import named_as_written
-from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import KeyedDraws, Rows, chunk_seed, derive, model_seed, preserved_draws, seed_everything
-from meshloom.verify.blocks import distance, same_rows, wide_blocks
+from meshloom.core.random import KeyedDraws, chunk_seed, derive, model_seed, preserved_draws, seed_everything
+from meshloom.verify.blocks import apart, norm_of_all
 from meshloom.verify.merging import Merging
 from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
 from meshloom.verify.observers import CastWatch, ModuleWatch, digest_values
-from meshloom.verify.other_precision import convert, convert_model, default_dtype
+from meshloom.verify.other_precision import convert, convert_model, default_dtype, most_precise
+from meshloom.verify.reference_chunks import Share, as_sum, shares_of
 from meshloom.verify.reference_samples import read_batches
 from meshloom.verify.step_records import Cast, ChunkRecord, ModuleOutput, StepRecord
 
@@ -51,16 +49,6 @@ class _Ran:
     seed: int
     draws: tuple[str, ...]
     modules: tuple[ModuleOutput, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one forward of the reference computes: samples, and which chunks of the plan they are."""
-
-    key: int  # the chunk whose seed decides the draws
-    samples: Sequence[Any]
-    members: Sequence[tuple[int, Sequence[Any]]]  # chunk index of the plan -> its samples
-    rows: Rows | None = None  # of a larger chunk's draws
 
 
 class Reference:
@@ -98,7 +86,7 @@ class Reference:
             self._batches = read_batches(job)
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self._merging = Merging(self.model)
-        self.precision = _precision(self.model)
+        self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self._casts = CastWatch(self.precision, self._watch)
         self._number = -1  # of the last step
@@ -153,7 +141,7 @@ class Reference:
             self.model.zero_grad(set_to_none=True)
             start = self._merging.now()
             wrote: list[tuple[Share, dict[str, Tensor]]] = []
-            for share in self._cut(self._samples):
+            for share in self._shares():
                 self._merging.put(start)
                 ran = self._run(share)
                 wrote.append((share, self._merging.now(start)))
@@ -179,7 +167,7 @@ class Reference:
         """The second half: clip, optimizer, scheduler; the record of the whole step."""
         gradients = thin(self.gradients)
         self.before = {name: self._found[name] if name in self._found else each.detach().clone() for name, each in self.parameters.items()}
-        norm = _norm(self.gradients)  # of those that were taken over, so that it is the norm that is compared, and not once more the gradients
+        norm = norm_of_all(self.gradients)  # of those that were taken over, so that it is the norm that is compared, and not once more the gradients
         if self.job.clip_grad_norm is not None:
             factor = min(1.0, self.job.clip_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
             for parameter in self.model.parameters():
@@ -233,11 +221,11 @@ class Reference:
         """
         with self._again() as own, self._moved_parameters():
             weight = 0.0
-            for share in self._cut(self._samples):
+            for share in self._shares():
                 self._restore()
                 weight += self._run(share).weight
             self._divide(weight)
-            return {name: _apart(there, here) for name, there in self.gradients.items() if there is not None and (here := own[name]) is not None}
+            return {name: apart(there, here) for name, there in self.gradients.items() if there is not None and (here := own[name]) is not None}
 
     @contextmanager
     def _moved_parameters(self) -> Iterator[None]:
@@ -270,7 +258,7 @@ class Reference:
         replica_norms: dict[int, float] = {}
         sums: dict[str, Tensor] = {}
         with self._again():
-            for share in self._cut(self._samples):
+            for share in self._shares():
                 self._restore()
                 self.model.zero_grad(set_to_none=True)
                 ran = self._run(share)
@@ -279,11 +267,11 @@ class Reference:
                 chunks.append(ChunkGradients(chunks=indices, weight=ran.weight, gradients=thin(gradients)))
                 if facts.clip is None:
                     continue
-                chunk_norms.append(_norm(gradients))
+                chunk_norms.append(norm_of_all(gradients))
                 replica = indices[0] // self.plan.microbatches
                 before = sums if replica in replica_norms else {}  # chunks of a replica follow each other
                 sums = {name: before[name] + each if name in before else each for name, each in gradients.items() if each is not None}
-                replica_norms[replica] = _norm(sums)
+                replica_norms[replica] = norm_of_all(sums)
         has_buffers = next(self.model.buffers(), None) is not None
         return replace(
             facts,
@@ -303,7 +291,7 @@ class Reference:
         m = self.plan.microbatches
         with self._again():
             weight, replica = 0.0, -1
-            for share in self._cut(self._samples, synchronised):
+            for share in self._shares(synchronised):
                 if not chained or share.members[0][0] // m != replica:
                     replica = share.members[0][0] // m
                     self._restore()
@@ -311,47 +299,10 @@ class Reference:
             self._divide(weight)
             return thin(self.gradients)
 
-    def _cut(self, samples: Sequence[Any], synchronised: bool = True) -> Iterator[Share]:
-        """Non-empty shares in order of execution.
-
-        Chunk c = r * m + j is microbatch j of replica r. With synchronised batch statistics one share is microbatch j of all
-        replicas, in replica order, and j is its key:
-
-            m = 2, dp = 3      chunks  0 1 | 2 3 | 4 5      shares  0 2 4,  1 3 5
-        """
-        dp, m = self.plan.dp, self.plan.microbatches
-        if synchronised and self.plan.sync_batch_norm:
-            self.plan.check_batch(len(samples))
-        sizes = self._sizes(len(samples))
-        pieces = [samples[sum(sizes[:chunk]) : sum(sizes[: chunk + 1])] for chunk in range(dp * m)]
-        if synchronised and self.plan.sync_batch_norm:
-            for j in range(m):
-                members = [(chunk, pieces[chunk]) for chunk in range(j, dp * m, m)]
-                yield Share(key=j, samples=[sample for _, piece in members for sample in piece], members=members)
-        else:
-            for chunk, piece in enumerate(pieces):
-                members = [(chunk, piece)] if piece else []
-                if piece and self.plan.sync_batch_norm:  # as a replica does that keeps its statistics to itself
-                    together = sizes[chunk % m :: m]
-                    rows = Rows(sum(together[: chunk // m]), sizes[chunk], sum(together))
-                    yield Share(key=chunk % m, samples=piece, members=members, rows=rows)
-                elif piece:
-                    yield Share(key=chunk, samples=piece, members=members)
-
-    def _sizes(self, num_samples: int) -> list[int]:
-        """Samples of each chunk of the last step's batch: those of a replica are as equal as can be, and so are all chunks where nobody set shares."""
-        dp, m = self.plan.dp, self.plan.microbatches
-        shares: Sequence[int] = () if self.plan.shares in ("even", "measured") else [int(each) for each in self.plan.shares.split("+")]
-        for first, changed in self._recorded_shares:
-            shares = changed if first <= self._number else shares
-        if not shares:
-            return _split(num_samples, dp * m)
-        quotas = [Fraction(num_samples * each, sum(shares)) for each in shares]
-        counts = [math.floor(quota) for quota in quotas]
-        while sum(counts) < num_samples:  # the one furthest below its quota, the first of several
-            behind = [quota - count for quota, count in zip(quotas, counts, strict=True)]
-            counts[behind.index(max(behind))] += 1
-        return [size for count in counts for size in _split(count, m)]
+    def _shares(self, synchronised: bool = True) -> Iterator[Share]:
+        """Of the last step's batch."""
+        changed = [shares for first, shares in self._recorded_shares if first <= self._number]
+        return shares_of(self.plan, self._samples, changed[-1] if changed else None, synchronised)
 
     def _run(self, share: Share) -> _Ran:
         batch = convert(self._collate(share.samples, share.key), self.device, self.dtype)
@@ -361,7 +312,7 @@ class Reference:
         self._watch.start()
         # Around backward too: checkpointing runs forwards again there, on both sides, and must draw the same.
         with default_dtype(self.dtype), self._casts, KeyedDraws(share.rows, draws):
-            loss_sum, weight = _as_sum(self.job.loss(self.model, batch), len(share.samples))
+            loss_sum, weight = as_sum(self.job.loss(self.model, batch), len(share.samples))
             loss_sum.backward()
         modules = self._watch.stop()
         return _Ran(loss_sum=float(loss_sum.detach()), weight=float(weight), seed=started_with, draws=tuple(draws), modules=modules)
@@ -437,41 +388,8 @@ class Reference:
                     self.parameters[name].grad = gradient
 
 
-def _split(num_samples: int, parts: int) -> list[int]:
-    return [num_samples // parts + (1 if part < num_samples % parts else 0) for part in range(parts)]
-
-
-def _as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
-    """The sum of a loss and what to divide it by: given as a pair, or a mean over `samples`."""
-    loss, weight = value if isinstance(value, tuple) else (value, None)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise JobError("The loss must be one number: a mean over the batch's samples, or (sum, weight).")
-    return (loss.reshape(()) * samples, float(samples)) if weight is None else (loss.reshape(()), float(weight))
-
-
-def _apart(there: Tensor, here: Tensor) -> float:
-    """||there - here||; of sparse gradients whose rows are not the same, 0: rounding moves no rows."""
-    if there.is_sparse and here.is_sparse:
-        there, here = there.coalesce(), here.coalesce()
-        return distance(there.values(), here.values()) if same_rows(there, here) else 0.0
-    found = distance(there.to_dense(), here.to_dense())
-    return found if math.isfinite(found) else 0.0
-
-
-def _norm(gradients: Mapping[str, Tensor | None]) -> float:
-    """2-norm of the whole gradient, in float64: in float32 it is off by 4e-4 for ten million elements."""
-    elements = [each.coalesce().values() if each.is_sparse else each for each in gradients.values() if each is not None]
-    return math.sqrt(sum(float(block.square().sum()) for each in elements for block in wide_blocks(each)))
-
-
 def _make_dense(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-
-
-def _precision(model: nn.Module) -> torch.dtype:
-    """The most precise floating-point dtype among the parameters."""
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.get_default_dtype())

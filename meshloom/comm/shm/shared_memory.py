@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ from meshloom.comm.shm.engine_calls import (
     DONE,
     DTYPES,
     GATHER,
-    KINDS,
     MOVED,
     NO_SPACE,
     OPS,
@@ -45,6 +44,8 @@ from meshloom.comm.shm.failures import Failures
 from meshloom.comm.shm.peers import Peers
 from meshloom.comm.shm.rendezvous import Meeting
 from meshloom.comm.shm.segments import Files, free_bytes, too_little
+from meshloom.comm.shm.settings import Settings
+from meshloom.comm.shm.started import RecvWork, StartedMessage, StartedOperation
 from meshloom.comm.shm.window import Window, share_memory
 from meshloom.core.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 from meshloom.machine.cores import cores
@@ -71,26 +72,6 @@ def why_not() -> str:
         "The shared-memory transport was not compiled when meshloom was installed, so ranks of one machine talk over Gloo, which is slower: "
         "install a C compiler and Python's headers, then install meshloom again."
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How tensors travel.
-
-    small_bytes: up to here every rank computes all of a sum. chunk_bytes: of a larger one, what a rank computes at a time.
-    piece_bytes: what travels at a time; eager_bytes: of pieces that are handed in before anybody waits.
-    message_piece_bytes, message_bytes: likewise, of messages.
-    spins: how often a waiting rank looks before it yields its core, yields: and before it sleeps.
-    """
-
-    small_bytes: int = 1 << 14
-    chunk_bytes: int = 1 << 16
-    piece_bytes: int = 1 << 19
-    eager_bytes: int = 1 << 20
-    message_piece_bytes: int = 1 << 24
-    message_bytes: int = 1 << 30
-    spins: int = 2000
-    yields: int = 50
 
 
 class ShmGroup(Group):
@@ -240,7 +221,7 @@ class ShmGroup(Group):
         engine, handle = self._open()
         dtype, _ = self._moved(tensor)
         number = engine.send(handle, destination, tag, dtype, flat.numel(), tensor.shape, flat.data_ptr())
-        return _Message(self, number, f"send of {describe(flat)} to {self._members[destination]}", destination, flat)
+        return StartedMessage(self, number, f"send of {describe(flat)} to {self._members[destination]}", destination, flat)
 
     def recv(self, tensor: Tensor, source: int | None, tag: int = 0) -> RecvWork:
         """Fill `tensor` with what rank `source`, or any rank, sent under that tag."""
@@ -250,7 +231,7 @@ class ShmGroup(Group):
         dtype, _ = self._moved(tensor)
         number = engine.receive(handle, _ANY if source is None else source, tag, dtype, flat.numel(), tensor.shape, flat.data_ptr())
         what = f"recv of {describe(flat)} from {'any rank' if source is None else self._members[source]}"
-        return _Message(self, number, what, source, flat, finish)
+        return StartedMessage(self, number, what, source, flat, finish)
 
     def barrier(self) -> Work:
         engine, handle = self._open()
@@ -319,7 +300,7 @@ class ShmGroup(Group):
 
     def _started(self, number: int, kind: int, tensor: Tensor | None, finish: Callable[[], None] | None, kept: Any) -> Work:
         self._kept.append((number, kept))
-        return _Operation(self, number, kind, tensor, finish)
+        return StartedOperation(self, number, kind, tensor, finish)
 
     def _open(self) -> tuple[Any, Handle]:
         if self._own_abort:
@@ -400,53 +381,3 @@ class ShmGroup(Group):
             engine, handle = self._open()
             return too_little(self._files.where, engine.missing_bytes(handle), free_bytes(self._memory[2].descriptor) if self._memory else None)
         return self._failures().of(status, what, message=message)
-
-
-class RecvWork(Work):
-    """A started receive.
-
-    source: the rank that the tensor came from, once it has come.
-    """
-
-    source: int | None
-
-
-class _Operation(Work):
-    def __init__(self, group: ShmGroup, number: int, kind: int, tensor: Tensor | None, finish: Callable[[], None] | None) -> None:
-        self._group, self._number, self._kind, self._tensor, self._finish = group, number, kind, tensor, finish
-        self._done = False
-
-    def wait(self) -> None:
-        if self._done:
-            return
-        self._group.wait_for(self._number, self._what, message=False)
-        if self._finish:
-            self._finish()
-        self._done = True
-
-    def is_finished(self) -> bool:
-        return self._done or self._group.is_over(self._number, message=False)
-
-    def _what(self) -> str:
-        return KINDS[self._kind] + ("" if self._tensor is None else f" of {describe(self._tensor)}")
-
-
-class _Message(RecvWork):
-    def __init__(self, group: ShmGroup, number: int, what: str, peer: int | None, tensor: Tensor, finish: Callable[[], None] | None = None) -> None:
-        self._group, self._number, self._text, self._peer, self._finish = group, number, what, peer, finish
-        self._tensor = tensor  # lives until the message is over
-        self.source = peer
-        self._done = False
-
-    def wait(self) -> None:
-        if self._done:
-            return
-        self._group.wait_for(self._number, lambda: self._text, message=True, peer=self._peer)
-        source = self._group.source_of(self._number)
-        self.source = self._peer if source < 0 else source
-        if self._finish:
-            self._finish()
-        self._done = True
-
-    def is_finished(self) -> bool:
-        return self._done or self._group.is_over(self._number, message=True)

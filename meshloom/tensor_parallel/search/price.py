@@ -9,6 +9,7 @@ from meshloom.program.operators.collectives import Kind
 from meshloom.program.operators.payload import elements_of_change, elements_of_gather
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part, Placement
 from meshloom.tensor_parallel.rules.factors import Talk
+from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES
 
 
 def change_seconds(
@@ -53,6 +54,16 @@ def talk_seconds(talk: Talk, item: int, num_ranks: int, rates: Rates) -> float:
     """Seconds of what an operator sends by itself. item: bytes of an element."""
     share = -(-talk.num_elements // num_ranks) if talk.collective == "all_gather" else talk.num_elements
     return talk.times * rates.collective_seconds(talk.collective, share * item, num_ranks)
+
+
+def holding_seconds(size: float, num_ranks: int, rates: Rates, *, is_shared: bool) -> float:
+    """Seconds that holding `size` bytes of a trained parameter is worth. is_shared: several ranks hold some of it, and their gradients are summed."""
+    seconds = 5 * size / rates.bytes_per_second  # an update reads four tensors of its size and writes three, partly from caches
+    seconds += rates.memory_price * HELD_COPIES * size / rates.link_bytes_per_second
+    if is_shared:
+        nothing, everything = (rates.collective_seconds("all_reduce", num_bytes, num_ranks) for num_bytes in (0.0, size))
+        seconds += everything - nothing  # it travels with all others
+    return seconds
 
 
 def kind_of(placement: Placement) -> Kind:

@@ -6,10 +6,8 @@ made in is changed, once for all nodes that want it so. Blocks that are alike sh
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from meshloom.core.units import amount
 from meshloom.program.cost.cost import Cost
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.nodes import Node
-from meshloom.tensor_parallel.layout.axes import Axis
 from meshloom.tensor_parallel.layout.cuts import candidates, covers, numbers_of, pieces_of, route_of
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
@@ -30,11 +27,11 @@ from meshloom.tensor_parallel.search.cheapest import cheapest
 from meshloom.tensor_parallel.search.memory_limit import LimitError, cheapest_within
 from meshloom.tensor_parallel.search.milp import SECONDS, OutOfTimeError
 from meshloom.tensor_parallel.search.pins import Pins
-from meshloom.tensor_parallel.search.price import change_seconds, kind_of, talk_seconds
-from meshloom.tensor_parallel.search.repeats import Repeats, repeats_of
+from meshloom.tensor_parallel.search.price import change_seconds, holding_seconds, kind_of, talk_seconds
+from meshloom.tensor_parallel.search.repeats import Repeats, UnlikeError, counterparts, repeats_of
 from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES, kept_operands, kept_within
 from meshloom.tensor_parallel.search.shared_change import Change
-from meshloom.tensor_parallel.search.strategies import Strategy, cuts_of, strategies_of
+from meshloom.tensor_parallel.search.strategies import Strategy, cuts_of, facts_of_ways, strategies_of
 
 Held = Mapping[str, tuple[Pieces, bool]]  # parameter or buffer -> who holds what, and whether its gradient is whole on every rank
 
@@ -81,7 +78,7 @@ class Problem:
             try:
                 self._state(repeats_of(layout, self.numbers, self.pins.marks, loops))
                 return
-            except _UnlikeError:  # alike, but what is decided of them is not
+            except UnlikeError:  # alike, but what is decided of them is not
                 pass
         self._state(Repeats())
 
@@ -122,7 +119,7 @@ class Problem:
         self.choices: list[list[int]] = []  # unknowns of which one is taken
         self._memory: dict[int, float] = {}  # unknown -> bytes that a rank holds because of it
         self.repeats = repeats
-        self._stands = _counterparts(self.cuts, repeats)
+        self._stands = counterparts(self.cuts, repeats)
         self._stood_for: dict[Cut, list[Cut]] = {}
         for cut, other in self._stands.items():
             self._stood_for.setdefault(other, []).append(cut)
@@ -250,26 +247,13 @@ class Problem:
 
     def _ways_of(self, node: Node) -> list[Strategy]:
         """Every way to compute a node that is worth looking at; one object for nodes that are the same but for values, as in the iterations of a loop."""
-        key = self._same(node)
+        key = facts_of_ways(node, self.layout, self.numbers, weighed=node.name in self._weighed)
         ways = self._known_ways.get(key) if key is not None else None
         if ways is None:
             weighed = node.name in self._weighed
             ways = [each for each in strategies_of(node, self.layout, self.numbers, self.cuts) if weighed or each.output is INVARIANT]
             self._known_ways[key if key is not None else node.name] = ways
         return ways
-
-    def _same(self, node: Node) -> Hashable | None:
-        """All that the ways to compute a node depend on. None: on where it is in the program, too."""
-        mapped, layout = self.layout.mapped.get(node.name), self.layout
-        if self.numbers.routes:
-            return None
-        if mapped is None:
-            operands = tuple(ref.name for ref in node.operands()) if node.target is operator.getitem else sum(1 for _ in node.operands())
-            return node.name in self._weighed, operands, _keys(itertools.chain(*layout.values[node.name]))
-        values = (layout.values[ref.name][0] for ref in node.operands())
-        labels = tuple(mapped.labels), _keys(mapped.labels.values())
-        axes = tuple(map(_keys, values)), tuple(map(_keys, layout.values[node.name]))
-        return node.name in self._weighed, node.operator, node.num_draws, mapped.factors.facts, labels, mapped.whole, mapped.apart, axes
 
     def _talking(self, node: Node, strategy: Strategy) -> float:
         """Seconds of what a node sends by itself."""
@@ -356,7 +340,7 @@ class Problem:
         """Options (own, what it stands for, cost) with the unknowns of those that the owner has for what they stand for."""
         known = self._unknown_for.get(owner, {})
         if len(known) != len(options) or any(counterpart not in known for _, counterpart, _ in options):
-            raise _UnlikeError
+            raise UnlikeError
         for _, counterpart, cost in options:
             self.cost[known[counterpart]] += cost
         return [(own, known[counterpart]) for own, counterpart, _ in options]
@@ -397,33 +381,8 @@ class Problem:
         meta, rates = self.layout.metas[value][0], self.rates
         if not meta.requires_grad:
             return 0.0
-        seconds = 5 * size / rates.bytes_per_second  # an update reads four tensors of its size and writes three, partly from caches
-        seconds += rates.memory_price * HELD_COPIES * size / rates.link_bytes_per_second
-        if placement != INVARIANT and self._pieces(value, placement).is_shared:
-            nothing, everything = (rates.collective_seconds("all_reduce", num_bytes, self.num_ranks) for num_bytes in (0.0, size))
-            seconds += everything - nothing  # it travels with all others
-        return seconds
+        is_shared = placement != INVARIANT and self._pieces(value, placement).is_shared
+        return holding_seconds(size, self.num_ranks, rates, is_shared=is_shared)
 
     def _holds(self, unknown: int, num_bytes: float) -> None:
         self._memory[unknown] = self._memory.get(unknown, 0.0) + num_bytes
-
-
-class _UnlikeError(Exception):
-    """Blocks that are alike have unlike options."""
-
-
-def _keys(axes: Iterable[Axis]) -> tuple[Hashable, ...]:
-    """Equal for axes that are one, or of which no part can be cut."""
-    return tuple((axis.start, axis.size, axis.strip if axis.strip.size > 1 else None) for axis in axes)
-
-
-def _counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, Cut]:
-    """Every cut -> the one that it stands for."""
-    known = {frozenset(cut.parts.items()): cut for each in cuts.values() for cut in each}
-    found: dict[Cut, Cut] = {}
-    for cut in known.values():
-        counterpart = known.get(frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items()))
-        if counterpart is None or len(counterpart.parts) != len(cut.parts):
-            raise _UnlikeError
-        found[cut] = counterpart
-    return found

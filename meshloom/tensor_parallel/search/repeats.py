@@ -14,6 +14,7 @@ from meshloom.program.ir.nodes import Node, Ref
 from meshloom.tensor_parallel.layout.axes import Axis
 from meshloom.tensor_parallel.layout.cuts import Numbers
 from meshloom.tensor_parallel.layout.layout import Layout
+from meshloom.tensor_parallel.layout.placement import Cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,3 +168,19 @@ def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numb
         if len({moved.get(number, number) for number in found}) != len(found):
             return True
     return False
+
+
+class UnlikeError(Exception):
+    """Blocks that are alike have unlike options."""
+
+
+def counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, Cut]:
+    """Every cut -> the one that it stands for."""
+    known = {frozenset(cut.parts.items()): cut for each in cuts.values() for cut in each}
+    found: dict[Cut, Cut] = {}
+    for cut in known.values():
+        counterpart = known.get(frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items()))
+        if counterpart is None or len(counterpart.parts) != len(cut.parts):
+            raise UnlikeError
+        found[cut] = counterpart
+    return found

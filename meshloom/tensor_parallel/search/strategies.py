@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshloom.program.ir.nodes import Node
@@ -178,3 +179,22 @@ def _largest_share(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: C
         for rank in range(len(next(iter(cut.parts.values()))))
     ]
     return max(shares) / together(stop - start for _, start, stop in stretches)
+
+
+def facts_of_ways(node: Node, layout: Layout, numbers: Numbers, *, weighed: bool) -> Hashable | None:
+    """All that the ways to compute a node depend on. None: on where it is in the program, too. weighed: whether it has to do with parameters."""
+    mapped = layout.mapped.get(node.name)
+    if numbers.routes:
+        return None
+    if mapped is None:
+        operands = tuple(ref.name for ref in node.operands()) if node.target is operator.getitem else sum(1 for _ in node.operands())
+        return weighed, operands, _keys(itertools.chain(*layout.values[node.name]))
+    values = (layout.values[ref.name][0] for ref in node.operands())
+    labels = tuple(mapped.labels), _keys(mapped.labels.values())
+    axes = tuple(map(_keys, values)), tuple(map(_keys, layout.values[node.name]))
+    return weighed, node.operator, node.num_draws, mapped.factors.facts, labels, mapped.whole, mapped.apart, axes
+
+
+def _keys(axes: Iterable[Axis]) -> tuple[Hashable, ...]:
+    """Equal for axes that are one, or of which no part can be cut."""
+    return tuple((axis.start, axis.size, axis.strip if axis.strip.size > 1 else None) for axis in axes)
