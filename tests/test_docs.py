@@ -116,3 +116,26 @@ def differences(english: list[Block], chinese: list[Block]) -> list[str]:
     if len(english) != len(chinese):
         found.append(f"{len(english)} blocks in English, {len(chinese)} in Chinese")
     return found
+
+
+# What a user's own files may be called.
+USERS = {"job.py", "pkg/jobs/train.py", "train.py"}
+
+
+def test_every_file_that_is_named_is_there():
+    """In documents, and in the comments and docstrings of the package: `program/run/execute.py`, or `execute.py` alone."""
+    there = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("meshloom", "tests", "benchmarks", "examples", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    there |= {name.removeprefix("meshloom/") for name in there}
+    names = {name.rpartition("/")[2] for name in there} | {"setup.py"}
+    now = [path for path in DOCUMENTS if "decisions" not in path.parts and path.name != "LOG.md"]  # these say what was then
+    missing = [
+        f"{name_of(path)} names {file}"
+        for path in [*now, *sorted((ROOT / "meshloom").rglob("*.py"))]
+        for file in re.findall(r"`([a-z_0-9/]+\.py)`", path.read_text(encoding="utf-8"))
+        if file not in USERS and file not in (there if "/" in file else names)
+    ]
+    assert not missing, "\n".join(missing)

@@ -37,7 +37,7 @@ from meshloom.replica.trial_evaluation import naming
 
 
 class Computing(Protocol):
-    """On what a worker computes: `WorkerReplica`, or several ranks (`team.py`)."""
+    """On what a worker computes: `WorkerReplica`, or several ranks (`worker_team.py`)."""
 
     @property
     def model(self) -> torch.nn.Module: ...
