@@ -9,8 +9,8 @@ from torch import Tensor
 
 from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
 from meshloom.verify.comparison_run import Found, Holding
-from meshloom.verify.reference import Reference
-from meshloom.verify.step_records import StepRecord
+from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.step_records import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)

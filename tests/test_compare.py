@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.verify.compare import Comparer, Comparison
-from meshloom.verify.step_records import Cast, ChunkRecord, ModuleOutput
+from meshloom.verify.reference.step_records import Cast, ChunkRecord, ModuleOutput
 from tests.held import WholeRecord, compare_records
 
 ZERO = torch.zeros(2, dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch import nn
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.comparison_run import Found
-from meshloom.verify.reference import Reference
+from meshloom.verify.reference.reference import Reference
 from tests.covering import few
 from tests.held import WholeRecord, hold_against, step_of
 from tests.jobs import MODELS, OPTIMIZERS, make_job
@@ -94,7 +94,7 @@ def test_masks_that_replicas_share_are_named(model):
 
 
 def test_masks_that_one_device_shares_too_are_named(monkeypatch):
-    for module in ("meshloom.verify.reference", "tests.simulated_dp"):
+    for module in ("meshloom.verify.reference.reference", "tests.simulated_dp"):
         monkeypatch.setattr(f"{module}.chunk_seed", lambda seed, step, chunk: 1000 + step)
     wrong = found(make_job("cnn", "sgd"), PLANS[0])
     assert kinds(wrong) == ["same draws"]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from meshloom.verify.other_precision import convert, convert_model, default_dtype
+from meshloom.verify.reference.other_precision import convert, convert_model, default_dtype
 
 CPU = torch.device("cpu")
 

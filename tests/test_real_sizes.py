@@ -21,7 +21,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.compare import GradientErrors
 from meshloom.verify.findings import print_report
-from meshloom.verify.reference import Reference
+from meshloom.verify.reference.reference import Reference
 from meshloom.verify.run import verify
 from tests.processes import on_ranks
 from tests.real_sizes import built, job_of, next_words

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, default_collate
 from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, sample_seed, seed_everything
-from meshloom.verify.reference import Reference
+from meshloom.verify.reference.reference import Reference
 from tests.held import step_of
 from tests.jobs import Samples, make_job, vectors
 

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.verify.blocks import distance, norm
 from meshloom.verify.compare import Comparison, TensorError
 from meshloom.verify.comparison_run import Holding
-from meshloom.verify.reference import Reference
+from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.wide_blocks import distance, norm
 from meshloom.verify.run import verify
 from tests.held import hold_against, step_of
 from tests.jobs import Samples, make_job

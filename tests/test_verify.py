@@ -23,7 +23,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.comparison_run import Holding
 from meshloom.verify.findings import Report, print_report
-from meshloom.verify.reference import Reference
+from meshloom.verify.reference.reference import Reference
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import MODELS, OPTIMIZERS, images, make_job, token_loss, vectors

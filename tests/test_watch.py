@@ -6,7 +6,7 @@ import numpy
 import torch
 from torch import nn
 
-from meshloom.verify.observers import CastWatch, ModuleWatch, digest_parameters, digest_values
+from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_parameters, digest_values
 
 
 def test_digests_tell_values_dtypes_and_shapes_apart():

@@ -1,0 +1,1 @@
+"""What runs and plans come to, as text, records and pictures."""

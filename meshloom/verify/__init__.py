@@ -1,0 +1,1 @@
+"""A plan against one device, parameter by parameter."""

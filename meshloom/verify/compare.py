@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from meshloom.core.plan import Plan
-from meshloom.verify.blocks import distance, norm, same_rows, wide_blocks
-from meshloom.verify.step_records import Cast, ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference.step_records import Cast, ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference.wide_blocks import distance, norm, same_rows, wide_blocks
 
 Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update"]
 Gradients = Mapping[str, Tensor | None]

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
 from meshloom.verify.diagnose import diagnose
-from meshloom.verify.mistakes import Cause, Evidence, thinned
-from meshloom.verify.reference import Gradients, Reference
-from meshloom.verify.step_records import StepRecord
+from meshloom.verify.reference.mistakes import Cause, Evidence, thinned
+from meshloom.verify.reference.reference import Gradients, Reference
+from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.verify.compare import FLOOR, Comparison, filled
-from meshloom.verify.mistakes import Cause, Evidence, mistakes, thin, thinned
-from meshloom.verify.step_records import ChunkRecord, StepRecord
+from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, thin, thinned
+from meshloom.verify.reference.step_records import ChunkRecord, StepRecord
 
 Part = Mapping[str, Tensor]  # thinned gradients by name
 Expected = Callable[[str], Tensor]  # name -> thinned gradient

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshloom.verify.compare import Comparison, TensorError
-from meshloom.verify.mistakes import Cause
-from meshloom.verify.step_records import Cast
+from meshloom.verify.reference.mistakes import Cause
+from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.whole_batch import WholeBatch
 
 ROWS = 8

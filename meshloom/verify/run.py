@@ -25,17 +25,17 @@ from meshloom.parameters.digest import digest
 from meshloom.parameters.model import build_model, check_dense_buffers, state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.replica.replica import Replica, StepResult
-from meshloom.telemetry.progress import Listener
+from meshloom.report.progress import Listener
 from meshloom.train.one_at_a_time import working_alone
 from meshloom.train.trainer import Trainer
 from meshloom.verify.comparison_run import Holding
 from meshloom.verify.divided_nodes import first_difference
 from meshloom.verify.findings import Report
-from meshloom.verify.mistakes import Cause
-from meshloom.verify.observers import ModuleWatch, digest_values
-from meshloom.verify.other_precision import default_dtype
-from meshloom.verify.reference import Reference
-from meshloom.verify.step_records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference.mistakes import Cause
+from meshloom.verify.reference.observers import ModuleWatch, digest_values
+from meshloom.verify.reference.other_precision import default_dtype
+from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
 
 def verify(

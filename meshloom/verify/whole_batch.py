@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from meshloom.verify.compare import GradientErrors, add_outputs, output_differs
-from meshloom.verify.reference import Reference
-from meshloom.verify.step_records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from meshloom.tensor_parallel.search.memory_limit import LimitError, cheapest_wi
 from meshloom.tensor_parallel.search.milp import SECONDS, OutOfTimeError
 from meshloom.tensor_parallel.search.pins import Pins
 from meshloom.tensor_parallel.search.price import change_seconds, holding_seconds, kind_of, talk_seconds
-from meshloom.tensor_parallel.search.repeats import Repeats, UnlikeError, counterparts, repeats_of
+from meshloom.tensor_parallel.search.repeats import Repeats, UnlikeBlocksError, counterparts, repeats_of
 from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES, kept_operands, kept_within
 from meshloom.tensor_parallel.search.shared_change import Change
 from meshloom.tensor_parallel.search.strategies import Strategy, cuts_of, facts_of_ways, strategies_of
@@ -78,7 +78,7 @@ class Problem:
             try:
                 self._state(repeats_of(layout, self.numbers, self.pins.marks, loops))
                 return
-            except UnlikeError:  # alike, but what is decided of them is not
+            except UnlikeBlocksError:  # alike, but what is decided of them is not
                 pass
         self._state(Repeats())
 
@@ -340,7 +340,7 @@ class Problem:
         """Options (own, what it stands for, cost) with the unknowns of those that the owner has for what they stand for."""
         known = self._unknown_for.get(owner, {})
         if len(known) != len(options) or any(counterpart not in known for _, counterpart, _ in options):
-            raise UnlikeError
+            raise UnlikeBlocksError
         for _, counterpart, cost in options:
             self.cost[known[counterpart]] += cost
         return [(own, known[counterpart]) for own, counterpart, _ in options]

@@ -170,7 +170,7 @@ def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numb
     return False
 
 
-class UnlikeError(Exception):
+class UnlikeBlocksError(Exception):
     """Blocks that are alike have unlike options."""
 
 
@@ -181,6 +181,6 @@ def counterparts(cuts: Mapping[int, list[Cut]], repeats: Repeats) -> dict[Cut, C
     for cut in known.values():
         counterpart = known.get(frozenset((repeats.axis(number), intervals) for number, intervals in cut.parts.items()))
         if counterpart is None or len(counterpart.parts) != len(cut.parts):
-            raise UnlikeError
+            raise UnlikeBlocksError
         found[cut] = counterpart
     return found

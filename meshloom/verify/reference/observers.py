@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshloom.verify.blocks import wide_blocks
-from meshloom.verify.step_records import Cast, ModuleOutput
+from meshloom.verify.reference.step_records import Cast, ModuleOutput
+from meshloom.verify.reference.wide_blocks import wide_blocks
 
 
 def digest_values(values: Any) -> str:

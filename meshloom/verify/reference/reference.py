@@ -3,7 +3,7 @@
 It shares no code with the exchange, the trainer or the optimizer path; the cutting of batches, the reading of samples and
 the order of an epoch's batches are written here a second time. For each step:
 
-    read the global batch, cut it into dp * m chunks          (with synchronised batch statistics: m chunks, see `reference_chunks.py`)
+    read the global batch, cut it into dp * m chunks          (with synchronised batch statistics: m chunks, see `chunks_of_plan.py`)
     for each chunk: buffers as the step found them, seed, loss of the chunk, backward of its sum
     buffers = what the chunks wrote, merged in their order (`merging.py`)
     gradient = sum / total weight;  clip;  optimizer step;  scheduler step
@@ -26,14 +26,14 @@ from meshloom.core.compiled import named_as_written
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, model_seed, preserved_draws, seed_everything
-from meshloom.verify.blocks import apart, norm_of_all
-from meshloom.verify.merging import Merging
-from meshloom.verify.mistakes import ChunkGradients, Evidence, thin
-from meshloom.verify.observers import CastWatch, ModuleWatch, digest_values
-from meshloom.verify.other_precision import convert, convert_model, default_dtype, most_precise
-from meshloom.verify.reference_chunks import Share, as_sum, shares_of
-from meshloom.verify.reference_samples import read_batches
-from meshloom.verify.step_records import Cast, ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference.chunks_of_plan import Share, as_sum, shares_of
+from meshloom.verify.reference.merging import Merging
+from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, thin
+from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_values
+from meshloom.verify.reference.other_precision import convert, convert_model, default_dtype, most_precise
+from meshloom.verify.reference.samples_of_epoch import read_batches
+from meshloom.verify.reference.step_records import Cast, ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference.wide_blocks import apart, norm_of_all
 
 Gradients = dict[str, Tensor | None]
 

@@ -1,4 +1,4 @@
-"""How a run stands after a step, and who is told."""
+"""What a run tells about itself: how it stands after a step, and what it came to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from meshloom.report.summary import TimeShares, Traffic
 
 
 def _say(text: str) -> None:
@@ -30,6 +32,21 @@ class Progress:
     memory_bytes: int
     age: float | None = None
     virtual_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run came to on this process's first rank."""
+
+    steps: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    evaluation: dict[str, float]
+    predicted: Traffic
+    counted: Traffic
+    shares: TimeShares
+    checkpoint: Path | None
 
 
 @dataclass
