@@ -43,8 +43,8 @@ from meshloom.tensor_parallel.loss_programs import shapes_of
 from meshloom.tensor_parallel.partition import Partition, partition
 from meshloom.tensor_parallel.rules.table import Rules
 from meshloom.tensor_parallel.search.bucket_elimination import Floats
-from meshloom.tensor_parallel.search.cheapest import Found, cheapest
-from meshloom.tensor_parallel.search.choose import Choice, choose
+from meshloom.tensor_parallel.search.cheapest import Combination, cheapest
+from meshloom.tensor_parallel.search.choose import DivisionChoice, choose
 from meshloom.tensor_parallel.search.repeats import Repeats
 from meshloom.tensor_parallel.search.shared_change import Change
 from meshloom.verify.run import verify
@@ -165,15 +165,15 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
     """While it is open, divisions and cuts are chosen as the pair has it. Gives the divisions that were made."""
     rates = random_rates(random.Random(f"rates {pair.seed}"))
     decide = _in_any_way(pair.seed) if pair.way == "ways" else choose
-    choices: dict[tuple[int, ...], Choice] = {}
+    choices: dict[tuple[int, ...], DivisionChoice] = {}
     made: dict[int, Partition] = {}
 
-    def decided(layout: Layout, *rest: Any, **settings: Any) -> Choice:
+    def decided(layout: Layout, *rest: Any, **settings: Any) -> DivisionChoice:
         choice = decide(layout, *rest, **settings)
         choices[id(layout), *choice.chosen] = choice
         return choice
 
-    def divided(choice: Choice) -> Partition:  # once for all ranks, which would find the same
+    def divided(choice: DivisionChoice) -> Partition:  # once for all ranks, which would find the same
         if id(choice) not in made:
             made[id(choice)] = partition(choice)
         return made[id(choice)]
@@ -195,8 +195,8 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
         yield made
 
 
-def _at_prices(seed: int) -> Callable[[Sequence[Floats], Sequence[Change]], Found | None]:
-    def at_prices(own: Sequence[Floats], changes: Sequence[Change]) -> Found | None:
+def _at_prices(seed: int) -> Callable[[Sequence[Floats], Sequence[Change]], Combination | None]:
+    def at_prices(own: Sequence[Floats], changes: Sequence[Change]) -> Combination | None:
         chance = np.random.default_rng(seed)
         level = 10 ** chance.uniform(-1.5, 1.0)  # what changes cost beside ways of computing
         priced = [np.where(np.isfinite(each), chance.exponential(size=each.shape), np.inf) for each in own]
@@ -208,11 +208,11 @@ def _at_prices(seed: int) -> Callable[[Sequence[Floats], Sequence[Change]], Foun
     return at_prices
 
 
-def _in_any_way(seed: int) -> Callable[..., Choice]:
+def _in_any_way(seed: int) -> Callable[..., DivisionChoice]:
     """The first program's division is drawn; later ones are chosen so that what is held stays."""
     draw = at_random(seed)
 
-    def drawn(layout: Layout, num_ranks: int, *rest: Any, held: Any = None, **settings: Any) -> Choice:
+    def drawn(layout: Layout, num_ranks: int, *rest: Any, held: Any = None, **settings: Any) -> DivisionChoice:
         return draw(layout, num_ranks) if held is None else choose(layout, num_ranks, *rest, held=held, **settings)
 
     return drawn

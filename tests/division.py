@@ -30,7 +30,7 @@ from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLIC
 from meshloom.tensor_parallel.lockstep import run_in_lockstep
 from meshloom.tensor_parallel.partition import Partition, partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
-from meshloom.tensor_parallel.search.choose import Choice, Rates, choose
+from meshloom.tensor_parallel.search.choose import DivisionChoice, Rates, choose
 from meshloom.tensor_parallel.search.strategies import Strategy, strategies_of
 
 SEED = 3
@@ -39,7 +39,7 @@ RATES = Rates(
 )  # for which tiny models pay
 FLOOR = 1e-3  # of the largest gradient's norm: what is smaller is compared with that
 
-Decide = Callable[[Layout, int], Choice]
+Decide = Callable[[Layout, int], DivisionChoice]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def subject_of(job: Job, *, batches: tuple[Any, Any] | None = None) -> Subject:
     )
 
 
-def cheapest(layout: Layout, num_ranks: int) -> Choice:
+def cheapest(layout: Layout, num_ranks: int) -> DivisionChoice:
     """The division that a plan would have, at rates for which tiny models are worth dividing."""
     return choose(layout, num_ranks, RATES)
 
@@ -215,7 +215,7 @@ def _cloned(value: Any) -> Any:
 def at_random(seed: int) -> Decide:
     """Any division at all: every value is placed, and every node computed, in a way drawn among all that are possible."""
 
-    def decide(layout: Layout, num_ranks: int) -> Choice:
+    def decide(layout: Layout, num_ranks: int) -> DivisionChoice:
         for attempt in range(20):
             choice = _drawn(layout, num_ranks, random.Random(f"{seed} {attempt}"), spread=attempt < 19)
             if choice is not None:
@@ -225,7 +225,7 @@ def at_random(seed: int) -> Decide:
     return decide
 
 
-def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: bool) -> Choice | None:
+def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: bool) -> DivisionChoice | None:
     """None: a node cannot be computed from what was drawn before. spread: whether buffers that are updated in place are divided too."""
     program = layout.program
     numbers = numbers_of(layout)
@@ -270,4 +270,4 @@ def _drawn(layout: Layout, num_ranks: int, chance: random.Random, *, spread: boo
             kinds.setdefault("cut" if each.cut else str(each.output), []).append(each)
         kind = "cut" if "cut" in kinds and chance.random() < 0.6 else chance.choice(sorted(kinds))
         strategies[node.name] = chance.choice(kinds[kind])
-    return Choice(num_ranks=num_ranks, layout=layout, numbers=numbers, strategies=strategies, variables=variables, seconds=0.0, chosen=())
+    return DivisionChoice(num_ranks=num_ranks, layout=layout, numbers=numbers, strategies=strategies, variables=variables, seconds=0.0, chosen=())

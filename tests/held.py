@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
-from meshloom.verify.comparison_run import Found, Holding
+from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.step_records import StepRecord
 
@@ -35,9 +35,9 @@ def step_of(reference: Reference, *, look: bool = False) -> WholeRecord:
     return WholeRecord(**{**facts, "gradients": gradients}, buffers=buffers, parameters=parameters)
 
 
-def hold_against(reference: Reference, records: Iterable[WholeRecord]) -> Found:
+def hold_against(reference: Reference, records: Iterable[WholeRecord]) -> ComparisonResult:
     """Each record against the reference's next step."""
-    holding = Holding(reference)
+    holding = ComparisonRun(reference)
     for ours in records:
         holding.begin()
         for name, gradient in ours.gradients.items():

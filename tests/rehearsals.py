@@ -9,9 +9,9 @@ from meshloom.core.plan import Plan
 from meshloom.machine.links import COLLECTIVES, Crowd, Link
 from meshloom.machine.machine import Machine, example_machine
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.planner.rehearsal.rehearsal import Call, Held, RankStep, Rehearsal
+from meshloom.planner.rehearsal.rehearsal import HeldBytes, RankStep, Rehearsal, RehearsedCall
 
-NOTHING = Held(parameters=0, gradients=0, optimizer=0, buffers=0, kept=0)
+NOTHING = HeldBytes(parameters=0, gradients=0, optimizer=0, buffers=0, kept=0)
 
 
 def machine(*, latency: float = 0.0, bytes_per_second: float = 1e9, alike: bool = True, **values: Any) -> Machine:
@@ -26,7 +26,9 @@ def machine(*, latency: float = 0.0, bytes_per_second: float = 1e9, alike: bool 
     return replace(example_machine(), **{"links": links, "crowds": crowds, "transport": "shm", "cores": 4, **values})
 
 
-def step(chunks: float, *, update: float = 0.0, before: float = 0.0, after: float = 0.0, calls: tuple[Call, ...] = (), actions: Any = ()) -> RankStep:
+def step(
+    chunks: float, *, update: float = 0.0, before: float = 0.0, after: float = 0.0, calls: tuple[RehearsedCall, ...] = (), actions: Any = ()
+) -> RankStep:
     """A rank computes chunks, something before its update, the update, something after it."""
     begins = chunks + before
     spans = (

@@ -21,14 +21,14 @@ from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Meta, Node, Ref, Variable, refs_in
 from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
-from meshloom.tensor_parallel.layout.cuts import Numbers, candidates, numbers_of, pieces_of, route_of
+from meshloom.tensor_parallel.layout.cuts import StripNumbers, candidates, numbers_of, pieces_of, route_of
 from meshloom.tensor_parallel.layout.layout import Layout, axes_in, layout_of
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Cut, Part, Placement, cut_of
 from meshloom.tensor_parallel.layout.unify import settle, unify
 from meshloom.tensor_parallel.lockstep import run_in_lockstep
 from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import Rules
-from meshloom.tensor_parallel.search.choose import Choice
+from meshloom.tensor_parallel.search.choose import DivisionChoice
 from meshloom.tensor_parallel.search.strategies import Strategy, strategies_of
 from tests.rule_calls import Chance, OneCall
 
@@ -163,10 +163,10 @@ class _Whole:
         self.gradients = [each.grad for each in self.used]
 
 
-def _check(whole: _Whole, strategy: Strategy, layout: Layout, numbers: Numbers, num_ranks: int, chance: Chance) -> None:
+def _check(whole: _Whole, strategy: Strategy, layout: Layout, numbers: StripNumbers, num_ranks: int, chance: Chance) -> None:
     ranks = range(num_ranks)
     node = layout.program.nodes[0]
-    choice = Choice(
+    choice = DivisionChoice(
         num_ranks=num_ranks, layout=layout, numbers=numbers, strategies={node.name: strategy},
         variables={ref.name: placement for ref, placement in zip(node.operands(), strategy.operands, strict=True)},
         seconds=0.0, chosen=(),
@@ -209,7 +209,7 @@ def _check(whole: _Whole, strategy: Strategy, layout: Layout, numbers: Numbers, 
             _compare_gradient(found, expected, strategy.operands[place], held[place], f"gradient of operand {place}", precision)
 
 
-def _indices(axes: Sequence[Axis], placement: Placement, numbers: Numbers, num_ranks: int, whole: _Whole) -> list[Index]:
+def _indices(axes: Sequence[Axis], placement: Placement, numbers: StripNumbers, num_ranks: int, whole: _Whole) -> list[Index]:
     """rank -> the indices that it holds."""
     routed = route_of(tuple(axes), placement, numbers)
     if routed is not None and isinstance(placement, Part) and placement.cut is not None:

@@ -15,7 +15,7 @@ from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, contiguous_strides
 from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.layout.axes import Axis
-from meshloom.tensor_parallel.layout.cuts import Numbers, candidates, covers, numbers_of, pieces_of
+from meshloom.tensor_parallel.layout.cuts import StripNumbers, candidates, covers, numbers_of, pieces_of
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
 from meshloom.tensor_parallel.rules.factors import Term, labels_in
 from meshloom.tensor_parallel.rules.table import BUILT_IN
@@ -274,7 +274,7 @@ def test_of_a_million_indices_those_that_are_one_were_paired(seed: int):
 def test_the_parts_of_a_cut_make_up_every_value_that_it_covers(seed: int):
     made, inputs = written(seed, 12, 24)
     layout = layout_of(made.program(inputs), BUILT_IN)
-    numbers: Numbers = numbers_of(layout)
+    numbers: StripNumbers = numbers_of(layout)
     for cut in candidates(layout, numbers, 3):
         for tensors in layout.values.values():
             pieces = pieces_of(tensors[0], cut, numbers, 3)

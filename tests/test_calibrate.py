@@ -14,7 +14,7 @@ from meshloom.cli.main import main
 from meshloom.core.errors import PlanError
 from meshloom.machine.links import COLLECTIVES, Company, Crowd, Link
 from meshloom.machine.machine import KINDS, load
-from meshloom.measure.calibration import Request, joined, numbers_of_ranks
+from meshloom.measure.calibration import CalibrationRequest, joined, numbers_of_ranks
 from meshloom.planner.measure.machine_measurement import machine_of, measure_operators
 
 
@@ -87,7 +87,7 @@ def test_parts_are_joined_and_operators_are_those_of_most_ranks():
 
 def test_a_request_for_no_ranks_is_refused():
     with pytest.raises(PlanError, match="--ranks 0 must be 1 or more"):
-        Request(ranks=0)
+        CalibrationRequest(ranks=0)
 
 
 @pytest.mark.parametrize(

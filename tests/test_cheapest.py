@@ -14,7 +14,7 @@ import pytest
 import meshloom.tensor_parallel.search.bucket_elimination
 import meshloom.tensor_parallel.search.change_tables
 from meshloom.tensor_parallel.search.bucket_elimination import Floats, Table, least_sum
-from meshloom.tensor_parallel.search.cheapest import Found, cheapest
+from meshloom.tensor_parallel.search.cheapest import Combination, cheapest
 from meshloom.tensor_parallel.search.memory_limit import LimitError, cheapest_within
 from meshloom.tensor_parallel.search.milp import cheapest_integers
 from meshloom.tensor_parallel.search.shared_change import Change, cost_of
@@ -116,7 +116,7 @@ def test_a_limit_is_kept_at_the_least_cost(seed: int):
     for share in (0.05, 0.2, 0.5):
         limit = smallest + share * (largest - smallest)
         found = cheapest_within(*words, limit)
-        assert isinstance(found, Found)
+        assert isinstance(found, Combination)
         _, cost, size = next(each for each in every if each[0] == found.values)
         assert size <= limit * (1 + 1e-9) and cost == pytest.approx(found.total, rel=1e-9)
         best = min(cost for _, cost, size in every if size <= limit)

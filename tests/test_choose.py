@@ -24,7 +24,7 @@ from meshloom.program.cost.rates import Rates, default_rates
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Part, Placement
 from meshloom.tensor_parallel.partition import partition
-from meshloom.tensor_parallel.search.choose import Choice, choice_of_numbers, choose, numbers_of_choice
+from meshloom.tensor_parallel.search.choose import DivisionChoice, choice_of_numbers, choose, numbers_of_choice
 from meshloom.tensor_parallel.search.milp import cheapest_integers
 from meshloom.tensor_parallel.search.price import change_seconds
 from meshloom.tensor_parallel.search.problem import Problem
@@ -55,7 +55,7 @@ def small() -> Layout:
     return layout_by_shapes(GPT, next_token, tokens())
 
 
-def shapes_of(choice: Choice) -> dict[str, tuple[int, ...]]:
+def shapes_of(choice: DivisionChoice) -> dict[str, tuple[int, ...]]:
     """What rank 0 holds of every parameter."""
     return {name: choice.pieces(each.value, choice.variables[each.value]).local_shape(0) for name, each in choice.layout.program.parameters.items()}
 
@@ -107,7 +107,7 @@ def least_of_all(problem: Problem) -> float:
 
 
 def held(problem: Problem, value: str, placement: Placement) -> Pieces:
-    made = Choice(
+    made = DivisionChoice(
         num_ranks=problem.num_ranks, layout=problem.layout, numbers=problem.numbers, strategies={}, variables={}, seconds=0.0, chosen=()
     )  # fmt: skip
     return made.pieces(value, placement)
@@ -302,7 +302,7 @@ def test_a_transformer_is_divided_as_megatron_does(benchmark: Layout):
         assert divided_share(choice, "blocks.") > 0.99
 
 
-def divided_share(choice: Choice, prefix: str) -> float:
+def divided_share(choice: DivisionChoice, prefix: str) -> float:
     sizes = {name: each.meta.shape for name, each in choice.layout.program.parameters.items() if name.startswith(prefix)}
     found = shapes_of(choice)
     whole = sum(torch.Size(shape).numel() for shape in sizes.values())
@@ -377,7 +377,7 @@ def test_sequences_are_divided_where_links_start_quickly():
     assert choices["quick"].seconds < price_of(problem, choices["slow"])
 
 
-def price_of(problem: Problem, choice: Choice) -> float:
+def price_of(problem: Problem, choice: DivisionChoice) -> float:
     """What a choice that was made at other rates costs."""
     rows = (*problem.options.values(), *problem.strategies.values())
     taken = {row[at][1] for row, at in zip(rows, choice.chosen[1:], strict=True)}

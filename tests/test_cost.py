@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_f
 
 from meshloom.core.random import seed_everything
 from meshloom.program.capture.capture import capture_module
-from meshloom.program.cost.cost import Kept, by_module, costs, kept_bytes
+from meshloom.program.cost.cost import SavedTensor, by_module, costs, kept_bytes
 from meshloom.program.ir.program import Program
 from meshloom.program.run.execute import run_program
 from tests.families import FAMILIES
@@ -177,7 +177,7 @@ def test_a_node_costs_what_can_be_counted_by_hand():
     assert (cost.flops, cost.backward_flops) == (2 * 6 * 3 * 5, 2 * 2 * 6 * 3 * 5)
     assert (cost.read_bytes, cost.written_bytes) == (4 * (6 * 3 + 3 * 5 + 5), 4 * 6 * 5)
     assert cost.backward_written_bytes == 4 * (6 * 3 + 3 * 5 + 5)
-    assert cost.kept == (Kept(memory="linear", num_bytes=4 * 6 * 3), Kept(memory="p_1_weight", num_bytes=4 * 3 * 5))
+    assert cost.kept == (SavedTensor(memory="linear", num_bytes=4 * 6 * 3), SavedTensor(memory="p_1_weight", num_bytes=4 * 3 * 5))
 
 
 def test_a_kept_view_is_the_memory_of_its_owner():

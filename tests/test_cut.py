@@ -21,8 +21,8 @@ from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.pipeline.stages.simulate import step_seconds
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages
 from meshloom.program.capture.capture import capture_module
-from meshloom.program.cost.cost import Kept, costs
-from meshloom.program.cost.operator_seconds import Work
+from meshloom.program.cost.cost import SavedTensor, costs
+from meshloom.program.cost.operator_seconds import OperatorSeconds
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Node
@@ -84,17 +84,17 @@ def program_of(model: Callable[[], nn.Module], samples: int = 3) -> Program:
 
 @dataclass(frozen=True)
 class Numbers:
-    work: Mapping[str, Work]
-    kept: Mapping[str, Sequence[Kept]]
+    work: Mapping[str, OperatorSeconds]
+    kept: Mapping[str, Sequence[SavedTensor]]
 
 
 def random_numbers(program: Program, seed: int) -> Numbers:
     """Uneven: some operators take much more than others."""
     draw = random.Random(seed)
-    work: dict[str, Work] = {}
+    work: dict[str, OperatorSeconds] = {}
     for node in program.nodes:
         forward, backward = draw.random() ** 4, draw.random() ** 4 * _has_gradient(node)
-        work[node.name] = Work(forward=forward, backward=backward, later=backward * draw.random())
+        work[node.name] = OperatorSeconds(forward=forward, backward=backward, later=backward * draw.random())
     return Numbers(work, {name: cost.kept for name, cost in costs(program).items()})
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.verify.comparison_run import Found
+from meshloom.verify.comparison_run import ComparisonResult
 from meshloom.verify.reference.reference import Reference
 from tests.covering import few
 from tests.held import WholeRecord, hold_against, step_of
@@ -21,11 +21,11 @@ from tests.simulated_dp import simulate
 PLANS = [Plan(dp=2, microbatches=3), Plan(dp=3, microbatches=2)]
 
 
-def found(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = None, steps: int = 2) -> Found:
+def found(job: Job, plan: Plan, bug: str = "", dtype: torch.dtype | None = None, steps: int = 2) -> ComparisonResult:
     return hold_against(Reference(job, plan, dtype), simulate(job, plan, bug, dtype, steps))
 
 
-def kinds(of: Found) -> list[str]:
+def kinds(of: ComparisonResult) -> list[str]:
     return [cause.kind for cause in of.causes]
 
 
@@ -106,7 +106,7 @@ def test_only_the_first_wrong_step_is_diagnosed():
     assert kinds(wrong) == ["stale"]
 
 
-def changed(job: Job, plan: Plan, **fields: Any) -> Found:
+def changed(job: Job, plan: Plan, **fields: Any) -> ComparisonResult:
     """A correct run whose records of every step say something else."""
 
     def change(record: WholeRecord) -> WholeRecord:

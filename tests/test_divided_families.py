@@ -25,7 +25,7 @@ from meshloom.tensor_parallel.layout.cuts import candidates
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.layout.placement import Cut, Part
 from meshloom.tensor_parallel.rules.table import BUILT_IN
-from meshloom.tensor_parallel.search.choose import Choice
+from meshloom.tensor_parallel.search.choose import DivisionChoice
 from meshloom.tensor_parallel.search.uses import Uses
 from meshloom.verify.run import verify
 from tests.covering import in_turn
@@ -70,7 +70,7 @@ def test_replicas_of_divided_models_equal_one_device(family: Family):
     assert (max(report.owned) < 1) == any(pin != "replicated" for pin in pins.values())
 
 
-def drawn(job: Job, *, chunk_size: int, num_ranks: int) -> Choice:
+def drawn(job: Job, *, chunk_size: int, num_ranks: int) -> DivisionChoice:
     """Some division of the job's loss."""
     data: Any = job.data()
     batches = [default_collate([data[start + index] for index in range(chunk_size)]) for start in (0, chunk_size)]
@@ -78,7 +78,7 @@ def drawn(job: Job, *, chunk_size: int, num_ranks: int) -> Choice:
     return at_random(0)(layout_of(program, BUILT_IN), num_ranks)
 
 
-def pins_of(choice: Choice) -> dict[str, str]:
+def pins_of(choice: DivisionChoice) -> dict[str, str]:
     """How a division has the matrices (and larger tensors), one of each module: `dimN` or `replicated`.
 
     All that use them can work with them so, as they are not sent around. Vectors go along with the matrix that they are used with.

@@ -16,7 +16,7 @@ from meshloom.core.plan import Plan
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.tensor_parallel.partition import Partition
-from meshloom.tensor_parallel.search.choose import Choice, choose
+from meshloom.tensor_parallel.search.choose import DivisionChoice, choose
 from meshloom.tensor_parallel.sent_bytes import sent_in_chunk
 from meshloom.verify.run import verify
 from tests.division import RATES, Subject, compare, subject_of
@@ -111,7 +111,7 @@ def job_of(experts: type[LookedUp], *, chosen: int = 2, num_experts: int = EXPER
     )  # fmt: skip
 
 
-def held(choice: Choice) -> dict[str, list[tuple[int, ...]]]:
+def held(choice: DivisionChoice) -> dict[str, list[tuple[int, ...]]]:
     """Shapes of the experts' parameters, rank by rank."""
     pieces = {
         name: choice.pieces(each.value, choice.variables[each.value])
@@ -122,7 +122,7 @@ def held(choice: Choice) -> dict[str, list[tuple[int, ...]]]:
 
 
 def divided(subject: Subject, num_ranks: int, up: str = "experts", down: str = "experts") -> tuple[float, Partition]:
-    def decide(layout: Layout, count: int) -> Choice:
+    def decide(layout: Layout, count: int) -> DivisionChoice:
         return choose(layout, count, RATES, placements={"experts.up": up, "experts.down": down})
 
     compared = compare(subject, num_ranks, decide)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from meshloom.comm.liveness.activity import Snapshot
+from meshloom.comm.liveness.activity import ActivitySnapshot
 from meshloom.core.mesh import Mesh
 from meshloom.launch.processes.hang import LOOK_SECONDS, HangWatch, ProcessState
 
 MESH = Mesh(dp=2, pp=2)  # ranks 0 and 2 are a replica, and so are 1 and 3
-STUCK = Snapshot(phase="computing", step=12, stage=1, kind="F", microbatch=3, since=100.0, moved=100.0, waits=False, longest_seconds=0.02)
+STUCK = ActivitySnapshot(phase="computing", step=12, stage=1, kind="F", microbatch=3, since=100.0, moved=100.0, waits=False, longest_seconds=0.02)
 WAITING = replace(STUCK, phase="before", stage=0, kind="B", waits=True)
 RUNNING, ASLEEP, STOPPED = (ProcessState(state=state) for state in "RST")
 
@@ -24,7 +24,7 @@ class Looks:
     def during(
         self,
         seconds: float,
-        doing: list[Snapshot | None],
+        doing: list[ActivitySnapshot | None],
         processes: list[ProcessState] | None = None,
         *,
         starved: float = 0.0,

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from meshloom.program.ir.lines import Place, place_here, place_of_error
+from meshloom.program.ir.lines import SourcePlace, place_here, place_of_error
 
 
 def test_an_error_in_a_package_names_the_users_line_and_the_packages():
@@ -26,10 +26,10 @@ def test_an_error_in_torch_names_the_users_line_alone():
 
 
 def test_a_function_of_the_users_that_a_package_calls_is_the_users():
-    places: list[Place] = []
+    places: list[SourcePlace] = []
     numpy.apply_along_axis(lambda row: places.append(place_here()) or row, 0, numpy.zeros(2))
     assert places[0].inside is None and places[0].line is not None and places[0].line.file == __file__
 
 
 def test_where_nothing_is_the_users():
-    assert str(Place(None, None)) == "a line that could not be found"
+    assert str(SourcePlace(None, None)) == "a line that could not be found"

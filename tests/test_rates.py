@@ -15,7 +15,7 @@ from meshloom.planner.divided import divided
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.cost import Cost
 from meshloom.program.cost.rates import COLLECTIVES, Rates, default_rates, rates_here, rates_of
-from meshloom.tensor_parallel.explain import Account, text_of
+from meshloom.tensor_parallel.explain import DivisionAccount, text_of
 
 
 def test_measured_collectives_take_what_was_measured():
@@ -66,7 +66,7 @@ def test_rates_are_this_machines_where_they_were_measured(home: Path):
         rates_here("cpu", 2)
 
 
-def calls(account: Account) -> int:
+def calls(account: DivisionAccount) -> int:
     """Collectives in a chunk."""
     return sum(count * row.times for row in account.rows for _, (count, _) in row.sent)
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.compare import Comparison, TensorError
-from meshloom.verify.comparison_run import Holding
+from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.wide_blocks import distance, norm
 from meshloom.verify.run import verify
@@ -47,7 +47,7 @@ def deep() -> Job:
     return Job(model=model, loss=loss, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3), data=data, batch_size=5, steps=1)
 
 
-class _Streamed(Holding):
+class _Streamed(ComparisonRun):
     """Keeps what the plan's gradients were, and one device's in the same step."""
 
     last: Any = None

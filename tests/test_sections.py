@@ -9,7 +9,7 @@ import pytest
 from meshloom.comm.pieces import Pieces, owned
 from meshloom.program.operators.payload import elements_of_change
 from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
-from meshloom.tensor_parallel.layout.cuts import Numbers, num_runs, pieces_of, runs_of
+from meshloom.tensor_parallel.layout.cuts import StripNumbers, num_runs, pieces_of, runs_of
 from meshloom.tensor_parallel.layout.placement import Cut, even_parts, shared_parts
 from meshloom.tensor_parallel.layout.sections import Sections
 
@@ -26,7 +26,7 @@ def _axis(draw: random.Random, strips: list[Axis], depth: int) -> Axis:
     return product(parts) if draw.random() < 0.6 else concatenation(parts)
 
 
-def _cuts(draw: random.Random, numbers: Numbers) -> list[Cut]:
+def _cuts(draw: random.Random, numbers: StripNumbers) -> list[Cut]:
     """Of each axis by itself, evenly and unevenly; of two as a product."""
     cuts: list[Cut] = []
     for number, strip in enumerate(numbers.axes):
@@ -58,7 +58,7 @@ def test_counts_in_sections_are_counts_in_indices(seed: int):
     """Of random axes and cuts: what each rank holds, what it owns, what is shared, and what a change from any cut to any other sends."""
     draw = random.Random(seed)
     strips = [Axis(draw.randint(2, 7)) for _ in range(3)]
-    numbers = Numbers(of={each.strip: number for number, each in enumerate(strips)}, axes=tuple(each.strip for each in strips))
+    numbers = StripNumbers(of={each.strip: number for number, each in enumerate(strips)}, axes=tuple(each.strip for each in strips))
     cuts = _cuts(draw, numbers)
     sections = Sections(numbers, {number: [cut for cut in cuts if number in cut.parts] for number in range(len(strips))}, RANKS)
     axes = _axis(draw, strips, 2), _axis(draw, strips, 1)
@@ -75,7 +75,7 @@ def test_counts_in_sections_are_counts_in_indices(seed: int):
 def test_a_cut_through_the_inner_part_of_a_product_has_as_many_runs_for_any_length(length: int):
     """131,072 tokens in blocks of 8: each rank had a run for every block, and each run was held against all of another rank's, for 85 s."""
     tokens, inner = Axis(length // 8), Axis(8)
-    numbers = Numbers(of={each.strip: number for number, each in enumerate((tokens, inner))}, axes=(tokens.strip, inner.strip))
+    numbers = StripNumbers(of={each.strip: number for number, each in enumerate((tokens, inner))}, axes=(tokens.strip, inner.strip))
     cuts = [Cut(name=str(number), parts={number: even_parts(axis.size, 4)}) for number, axis in enumerate((tokens, inner))]
     sections = Sections(numbers, {0: cuts[:1], 1: cuts[1:]}, 4)
     axes = (product([tokens, inner]),)

@@ -13,12 +13,12 @@ from meshloom.core.errors import MachineError
 from meshloom.machine.links import Link
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.planner.rehearsal.rehearsal import Call, RankStep
+from meshloom.planner.rehearsal.rehearsal import RankStep, RehearsedCall
 from meshloom.planner.step_seconds import Places, price_step
 
 
-def call(axis: Any, kind: str, num_bytes: int, at: float, ranks: int = 2) -> Call:
-    return Call(axis=axis, kind=kind, num_bytes=num_bytes, ranks=ranks, at=at)
+def call(axis: Any, kind: str, num_bytes: int, at: float, ranks: int = 2) -> RehearsedCall:
+    return RehearsedCall(axis=axis, kind=kind, num_bytes=num_bytes, ranks=ranks, at=at)
 
 
 def actions(schedule: Any, rank: int, seconds: dict[str, float]) -> tuple[Span, ...]:

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.verify.comparison_run import Holding
+from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.findings import Report, print_report
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.run import verify
@@ -151,7 +151,7 @@ def test_nothing_is_kept_of_the_tensors_that_are_compared(optimizer, dtype):
     """The story: rank 0 held fifteen copies of a model beside its own, each of them gathered on every other rank, too, so that 124M parameters took 15 GB."""
     reference = Reference(make_job("gpt", optimizer), Plan(dp=2), dtype)
     plan = Reference(make_job("gpt", optimizer), Plan(dp=2), dtype)
-    holding = Holding(reference)
+    holding = ComparisonRun(reference)
     for step in range(2):
         plan.run()
         holding.begin()

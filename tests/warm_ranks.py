@@ -20,13 +20,13 @@ from processes import CONTEXT, RankError
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from meshloom.comm.shm.segments import Files
-from meshloom.comm.shm.settings import Settings
+from meshloom.comm.shm.settings import SharedMemorySettings
 from meshloom.comm.shm.shared_memory import ShmGroup
-from meshloom.comm.shm.window import Window
+from meshloom.comm.shm.window import SharedWindow
 
 MEETING_SECONDS = 30.0
 WINDOW_BYTES = 1 << 20
-TINY = Settings(
+TINY = SharedMemorySettings(
     small_bytes=64, chunk_bytes=512, piece_bytes=4096, eager_bytes=16384, message_piece_bytes=4096, message_bytes=16384, spins=0, yields=0
 )  # fmt: skip
 
@@ -120,13 +120,13 @@ class Seat:
     def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank, self.size, self.store = rank, size, store
         self._opened: Counter[tuple[int, ...]] = Counter()
-        self._kept: dict[tuple[tuple[int, ...], bool], tuple[ShmGroup, Window]] = {}
+        self._kept: dict[tuple[tuple[int, ...], bool], tuple[ShmGroup, SharedWindow]] = {}
 
     def open(
         self,
         members: Sequence[int] | None = None,
         timeout_seconds: float = 20.0,
-        settings: Settings | None = None,
+        settings: SharedMemorySettings | None = None,
         files: Files | None = None,
     ) -> ShmGroup:
         """A new group of these ranks (None: all of the world), called by its members."""
@@ -137,7 +137,7 @@ class Seat:
         timeout = timedelta(seconds=timeout_seconds)
         return ShmGroup(store, key.index(self.rank), len(key), names, timeout=timeout, settings=settings, files=files)
 
-    def kept(self, members: Sequence[int], tiny: bool) -> tuple[ShmGroup, Window]:
+    def kept(self, members: Sequence[int], tiny: bool) -> tuple[ShmGroup, SharedWindow]:
         """The group of these ranks that is kept, and its window of `WINDOW_BYTES`. tiny: of the group whose settings make many pieces of little."""
         key = tuple(members), tiny
         if key not in self._kept:

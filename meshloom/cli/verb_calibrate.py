@@ -11,7 +11,7 @@ from rich.console import Console
 
 from meshloom.launch.environment import is_first_rank, is_rank
 from meshloom.machine.machine import machine_file, save
-from meshloom.measure.calibration import Request, measure_company, measure_here, measure_machine
+from meshloom.measure.calibration import CalibrationRequest, measure_company, measure_here, measure_machine
 from meshloom.report.machine_tables import machine_records, print_machine
 from meshloom.report.records import Records
 
@@ -19,7 +19,7 @@ from meshloom.report.records import Records
 def calibrate(arguments: argparse.Namespace) -> int:
     """Measure with ranks of our own, or as one of those that were started; the first of them writes and prints."""
     started = time.perf_counter()
-    request = Request(devices=arguments.devices, ranks=arguments.ranks, transport=arguments.transport, timeout_seconds=arguments.timeout)
+    request = CalibrationRequest(devices=arguments.devices, ranks=arguments.ranks, transport=arguments.transport, timeout_seconds=arguments.timeout)
     if arguments.company:
         company = measure_company(request)
         if is_first_rank():

@@ -26,7 +26,7 @@ _STALE_SECONDS = 3600.0  # of a file that was not written to its end
 
 
 @dataclass(frozen=True)
-class Found:
+class CacheEntry:
     """content: None if there is nothing to be believed. why: then the reason; refused: a file was there that is not believed."""
 
     content: bytes | None
@@ -41,22 +41,22 @@ class Cache:
         self.directory = directory
         self._most_bytes = most_bytes
 
-    def get(self, kind: str, place: str, parts: Mapping[str, str]) -> Found:
+    def get(self, kind: str, place: str, parts: Mapping[str, str]) -> CacheEntry:
         """What was kept for equal parts. place: what it is of, as text."""
         path = self._path(kind, place, parts)
         try:
             if why := self._why_not_ours():
-                return Found(None, why, refused=True)
+                return CacheEntry(None, why, refused=True)
             content = _content(_read(path), parts)
         except FileNotFoundError:
-            return Found(None, self._what_changed(kind, place, parts))
+            return CacheEntry(None, self._what_changed(kind, place, parts))
         except (OSError, _ForeignError) as error:
             with suppress(OSError):
                 path.unlink()
-            return Found(None, f"{path} is not believed ({_reason(error)})", refused=True)
+            return CacheEntry(None, f"{path} is not believed ({_reason(error)})", refused=True)
         with suppress(OSError):
             os.utime(path)
-        return Found(content)
+        return CacheEntry(content)
 
     def put(self, kind: str, place: str, parts: Mapping[str, str], content: bytes) -> str | None:
         """Keep it. What is returned says why it could not be kept."""

@@ -22,7 +22,7 @@ ALGORITHMS = ("ring", "tree", "halving", "hierarchical")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class AlgorithmChoice:
     """The fastest way of an all-reduce. seconds: measured or predicted. reason: against which others."""
 
     algorithm: str
@@ -41,7 +41,7 @@ def choose_algorithm(
     inside_bytes_per_second: float | None = None,
     own_seconds: float | None = None,
     measured: Mapping[str, float] = MappingProxyType({}),
-) -> Choice:
+) -> AlgorithmChoice:
     """The algorithm that takes least, of those that are spelled out and the library's own.
 
     latency_seconds, bytes_per_second: of a message over the slowest link in use: between hosts, or inside if there is one host.
@@ -69,7 +69,7 @@ def choose_algorithm(
     best = min(found, key=lambda name: found[name])
     others = ", ".join(f"{_duration(found[name])} ({name})" for name in sorted(found, key=lambda name: found[name]) if name != best)
     reason = f"{best}: {_size(num_bytes)} over {num_ranks} ranks, {_duration(found[best])} against {others}"
-    return Choice(algorithm=best, seconds=found[best], reason=reason)
+    return AlgorithmChoice(algorithm=best, seconds=found[best], reason=reason)
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, latency_seconds: float, bytes_per_second: float) -> float:

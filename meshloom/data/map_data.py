@@ -18,12 +18,12 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order, sample_seed
 from meshloom.data.chunks import Chunk, Cut, Reader, cut_batch, share_of
-from meshloom.data.reading import Collation, Failure, read_ahead, seed_draws
+from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
 
 
 @dataclass(frozen=True)
-class Request:
+class ReadRequest:
     """Samples `indices` of the dataset, as chunk `chunk` of `step`."""
 
     step: int
@@ -33,21 +33,21 @@ class Request:
 
 
 class ChunkSource(Dataset[Any]):
-    """A dataset whose items are whole chunks: collated samples, or the `Failure` to read them."""
+    """A dataset whose items are whole chunks: collated samples, or the `ReadFailure` to read them."""
 
     def __init__(self, dataset: Any, job: Job) -> None:
         self._dataset = dataset
         self._seed = job.seed
         self._collate = Collation(job)
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: ReadRequest) -> Any:
         samples: list[Any] = []
         for index in request.indices:
             seed_draws(sample_seed(self._seed, request.epoch, index))
             try:
                 samples.append(self._dataset[index])
             except Exception as error:
-                return Failure.of(f"Reading sample {index} (step {request.step})", error)
+                return ReadFailure.of(f"Reading sample {index} (step {request.step})", error)
         return self._collate(samples, request.step, request.chunk, request.indices)
 
 
@@ -121,13 +121,13 @@ class MapReader(Reader):
         self._next_step = step
         self._items = read_ahead(self._source, self._num_workers, self._requests(step))
 
-    def _requests(self, start_step: int) -> Iterator[Request]:
+    def _requests(self, start_step: int) -> Iterator[ReadRequest]:
         """What this replica reads from `start_step` to the end of the run."""
         for step in range(start_step, self._stop_step):
             epoch, indices = self._batches.of(step)
             for cut in self._cuts(step, len(indices)):
                 if cut.samples:
-                    yield Request(step, cut.index, epoch, indices[cut.start : cut.stop])
+                    yield ReadRequest(step, cut.index, epoch, indices[cut.start : cut.stop])
 
     def _cuts(self, step: int, num_samples: int) -> list[Cut]:
         return share_of(self._replica, cut_batch(num_samples, self._plan, self._shares.of(step)), self._plan)
@@ -141,7 +141,7 @@ def map_chunks(dataset: Any, job: Job, plan: Plan, replica: int, shares: Sequenc
     starts = range(0, len(dataset), job.batch_size)[:num_batches]
     batches = [range(start, min(start + job.batch_size, len(dataset))) for start in starts]
     requests = [
-        Request(step, cut.index, EVALUATION, list(batch[cut.start : cut.stop]))
+        ReadRequest(step, cut.index, EVALUATION, list(batch[cut.start : cut.stop]))
         for step, batch in enumerate(batches)
         for cut in share_of(replica, cut_batch(len(batch), plan, shares), plan)
         if cut.samples

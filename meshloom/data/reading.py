@@ -1,7 +1,7 @@
 """Runs the job's dataset and `collate`, here or in worker processes, so that what they draw and how they fail is known.
 
 Every sample and every `collate` starts from a seed of its own in the CPU generators of torch, `random` and numpy. An
-exception becomes a `Failure` on the spot, since one that crosses a process loses its traceback.
+exception becomes a `ReadFailure` on the spot, since one that crosses a process loses its traceback.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def seed_draws(value: int) -> None:
 
 
 @dataclass(frozen=True)
-class Failure:
+class ReadFailure:
     """Why the job's own code could not give what was asked: one sentence, and where it comes from."""
 
     sentence: str
@@ -47,14 +47,14 @@ class Failure:
     error: Exception | None = field(default=None, compare=False)  # only in the process where it happened
 
     @staticmethod
-    def of(what: str, error: Exception) -> Failure:
+    def of(what: str, error: Exception) -> ReadFailure:
         """`what` names the sample or the chunk; the sentence adds the user's source line and the exception."""
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), frames[-1])
         text = "".join(traceback.format_exception(error))
         reason = " ".join(str(error).split())
         sentence = f"{what} failed at {frame.filename}:{frame.lineno} in {frame.name}: {type(error).__name__}: {reason}"
-        return Failure(sentence, text, error if get_worker_info() is None else None)
+        return ReadFailure(sentence, text, error if get_worker_info() is None else None)
 
     def to_error(self) -> DataError:
         """A `DataError` whose cause is the user's exception, or the text of a worker's traceback."""
@@ -83,7 +83,7 @@ class Collation:
         self._sendable = False
 
     def __call__(self, samples: list[Any], step: int, index: int, names: Iterable[object]) -> Any:
-        """Batch of `samples`, called `names` in an error, for chunk `index` of `step`; or a `Failure`."""
+        """Batch of `samples`, called `names` in an error, for chunk `index` of `step`; or a `ReadFailure`."""
         what = f"Collating chunk {index} of step {step} (samples {', '.join(map(str, names))})"
         seed_draws(derive(self._seed, "collate", step, index))
         try:
@@ -92,14 +92,14 @@ class Collation:
                 pickle.dumps(data)  # once per worker: what cannot be sent would be waited for without end
                 self._sendable = True
         except Exception as error:
-            return Failure.of(what, error)
+            return ReadFailure.of(what, error)
         return data
 
 
 def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] | None = None) -> Generator[Any, None, None]:
     """`source[request]` of each request (all of `source`, if iterable), in order, read by `num_workers` forked processes or here.
 
-    The caller's generators are left as they were. Raises the `DataError` of a `Failure`. Closing the iterator ends the processes.
+    The caller's generators are left as they were. Raises the `DataError` of a `ReadFailure`. Closing the iterator ends the processes.
     """
     loader: DataLoader[Any] = DataLoader(
         source,
@@ -128,7 +128,7 @@ def read_ahead(source: Dataset[Any], num_workers: int, requests: Iterable[Any] |
                     f"The processes that read data failed: {_how_ended(iterator) or broken} Go on from a checkpoint with --resume; fewer workers need less memory, "
                     "and Job(num_workers=0) reads in the rank's own process."
                 )
-            if isinstance(item, Failure):
+            if isinstance(item, ReadFailure):
                 raise item.to_error()
             yield item
     finally:

@@ -13,8 +13,8 @@ from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.random import preserved_draws
 from meshloom.data.data import build_dataset, is_stream
-from meshloom.data.map_data import Batches, ChunkSource, Request
-from meshloom.data.reading import Collation, Failure
+from meshloom.data.map_data import Batches, ChunkSource, ReadRequest
+from meshloom.data.reading import Collation, ReadFailure
 from meshloom.data.stream_data import stream_batches
 
 
@@ -31,7 +31,7 @@ def first_batches(job: Job, count: int, size: int | None = None) -> list[Any]:
         read = _from_stream(dataset, whole) if is_stream(dataset, "Job(data=...)") else _from_map(dataset, whole)
         batches: list[Any] = []
         for batch in islice(read, count):
-            if isinstance(batch, Failure):
+            if isinstance(batch, ReadFailure):
                 raise batch.to_error()
             batches.append(batch)
         return batches
@@ -47,7 +47,7 @@ def _from_map(dataset: Any, job: Job) -> Iterator[Any]:
     step = 0
     while True:
         epoch, indices = batches.of(step)
-        yield source[Request(step, 0, epoch, indices)]
+        yield source[ReadRequest(step, 0, epoch, indices)]
         step += 1
 
 
@@ -59,7 +59,7 @@ def _from_stream(dataset: Any, job: Job) -> Iterator[Any]:
         )
     collate = Collation(job)
     for step, batch in enumerate(stream_batches(dataset, job)):
-        if isinstance(batch, Failure):
+        if isinstance(batch, ReadFailure):
             yield batch
             return
         names, samples = zip(*batch, strict=True)

@@ -24,14 +24,14 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive, sample_seed
 from meshloom.data.chunks import Chunk, Reader, cut_batch
-from meshloom.data.reading import Collation, Failure, read_ahead, seed_draws
+from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
 
 Sample = tuple[str, Any]  # what an error calls it, and the sample itself
 
 
 class StepSource(IterableDataset[Any]):
-    """A stream whose items are the chunks of whole steps: a list of `Chunk`, or the `Failure` to read it."""
+    """A stream whose items are the chunks of whole steps: a list of `Chunk`, or the `ReadFailure` to read it."""
 
     def __init__(self, dataset: Any, job: Job, plan: Plan, shares: Shares, start_step: int, stop_step: int) -> None:
         self._dataset = dataset
@@ -41,25 +41,25 @@ class StepSource(IterableDataset[Any]):
         self._steps = range(start_step, stop_step)
         self._collate = Collation(job)
 
-    def __iter__(self) -> Iterator[list[Chunk] | Failure]:
+    def __iter__(self) -> Iterator[list[Chunk] | ReadFailure]:
         batches = stream_batches(self._dataset, self._job)
         for step, batch in zip(self._steps, islice(batches, self._steps.start, None), strict=False):
-            if isinstance(batch, Failure):
+            if isinstance(batch, ReadFailure):
                 yield batch
                 return
             chunks: list[Chunk] = []
             for cut in cut_batch(len(batch), self._plan, self._shares.of(step)):
                 names, samples = zip(*batch[cut.start : cut.stop], strict=True) if cut.samples else ((), ())
                 data = self._collate(list(samples), step, cut.index, names) if cut.samples else None
-                if isinstance(data, Failure):
+                if isinstance(data, ReadFailure):
                     yield data
                     return
                 chunks.append(Chunk(step, len(batch), cut.index, cut.samples, data))
             yield chunks
 
 
-def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | Failure]:
-    """The global batches, epoch after epoch without end; a `Failure` is the last item."""
+def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailure]:
+    """The global batches, epoch after epoch without end; a `ReadFailure` is the last item."""
     for epoch in count():
         position = 0
         batch: list[Sample] = []
@@ -69,7 +69,7 @@ def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | Failure]:
                 dataset.set_epoch(epoch)
             samples = iter(dataset)
         except Exception as error:
-            yield Failure.of(f"Starting epoch {epoch} of the stream", error)
+            yield ReadFailure.of(f"Starting epoch {epoch} of the stream", error)
             return
         while True:
             seed_draws(sample_seed(job.seed, epoch, position))
@@ -78,7 +78,7 @@ def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | Failure]:
             except StopIteration:
                 break
             except Exception as error:
-                yield Failure.of(f"Reading sample {position} of epoch {epoch} of the stream", error)
+                yield ReadFailure.of(f"Reading sample {position} of epoch {epoch} of the stream", error)
                 return
             position += 1
             if len(batch) == job.batch_size:
@@ -87,7 +87,7 @@ def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | Failure]:
         if batch and not job.drop_last:
             yield batch
         elif position < job.batch_size:
-            yield Failure(_dry(epoch, position, job))
+            yield ReadFailure(_dry(epoch, position, job))
             return
 
 

@@ -13,7 +13,7 @@ from meshloom.core.errors import DeviceError, MachineError, PlanError
 from meshloom.launch.environment import threads_per_rank
 from meshloom.machine.cores import cores
 from meshloom.machine.machine import Machine, load, machine_file, save, this_machine
-from meshloom.measure.calibration import Request, measure_machine
+from meshloom.measure.calibration import CalibrationRequest, measure_machine
 from meshloom.planner.pricing import Devices
 
 MOST_RANKS = 8  # that are thought of unless more are asked for
@@ -68,7 +68,7 @@ def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices 
         machine = here
     else:
         tell(f"this machine is not measured yet; measuring it for up to {max(2, num_ranks)} ranks (half a minute), into {machine_file('cpu')}")
-        measured = measure_machine(Request(devices="cpu", ranks=max(2, num_ranks), transport=wish.transport))
+        measured = measure_machine(CalibrationRequest(devices="cpu", ranks=max(2, num_ranks), transport=wish.transport))
         if isinstance(measured, int):
             return measured
         save(measured, machine_file("cpu"))

@@ -40,7 +40,7 @@ MOST_RANKS = 8  # on CPUs, unless more are asked for
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CalibrationRequest:
     """What to measure, and how.
 
     devices: auto, cpu or cuda. ranks: the most; None: one per GPU, on CPUs one per core up to `MOST_RANKS`. transport: of `launch.transport.TRANSPORTS`.
@@ -76,7 +76,7 @@ class Request:
         return choose_devices(Mesh(dp=self.num_ranks), wanted)[0]
 
 
-def measure_machine(request: Request) -> Machine | int:
+def measure_machine(request: CalibrationRequest) -> Machine | int:
     """Start ranks for each number of them and measure; if they fail, their exit code, after they have said why."""
     kind = request.kind
     numbers = numbers_of_ranks(request.num_ranks)
@@ -96,7 +96,7 @@ def measure_machine(request: Request) -> Machine | int:
         return joined(companies, load(part))
 
 
-def measure_here(request: Request) -> Machine:
+def measure_here(request: CalibrationRequest) -> Machine:
     """What the ranks of this run, of which this process is one, measure together; or this process alone."""
     num_ranks = default_ranks("cpu")
     with open_world(Mesh(dp=num_ranks), request.devices, request.timeout_seconds, request.transport) as world:
@@ -113,7 +113,7 @@ def measure_here(request: Request) -> Machine:
     return machine_of(operators, links, here.device, cores=cores(), crowds=company.crowds, ranks=num_ranks, transport=transport)
 
 
-def measure_company(request: Request) -> Company:
+def measure_company(request: CalibrationRequest) -> Company:
     """What the ranks of this run, of which this process is one, measure of each other."""
     with open_world(Mesh(dp=default_ranks("cpu")), request.devices, request.timeout_seconds, request.transport) as world:
         return _company(world)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from meshloom.core.errors import CaptureError, MeshloomError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.planner.amdahl import Work
+from meshloom.planner.amdahl import AmdahlWork
 from meshloom.planner.candidates import candidates
 from meshloom.planner.memory.memory import Memory
 from meshloom.planner.pricing import Devices, Option, Pricer, Speedup
@@ -39,7 +39,7 @@ class Advice:
     one_device_limit: int
     recommended: Option | None
     reason: str
-    work: Work | None
+    work: AmdahlWork | None
     speedups: tuple[Speedup, ...]
     exchange: str
     factors: Mapping[int, float] = field(default_factory=dict)

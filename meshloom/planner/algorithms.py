@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshloom.core.costs import Choice, choose_algorithm
+from meshloom.core.costs import AlgorithmChoice, choose_algorithm
 from meshloom.machine.machine import Machine, collective_seconds
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20)
@@ -17,7 +17,7 @@ class Chosen:
 
     ranks: int
     num_bytes: int
-    choice: Choice
+    choice: AlgorithmChoice
 
 
 def chosen_algorithms(machine: Machine, sizes: Sequence[int] = SIZES) -> list[Chosen]:

@@ -12,7 +12,7 @@ from meshloom.core.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class AmdahlWork:
     """One rank's step: seconds that every rank spends whatever the number of ranks, and seconds that can be divided over them."""
 
     serial_seconds: float
@@ -33,7 +33,7 @@ class Work:
         return self.parallel_seconds / self.seconds
 
 
-def bound(work: Work, num_ranks: int) -> float:
+def bound(work: AmdahlWork, num_ranks: int) -> float:
     """How many times faster `num_ranks` ranks are if talking costs nothing (Amdahl, 1967).
 
     >>> bound(Work(serial_seconds=1.0, parallel_seconds=3.0), 3)
@@ -42,7 +42,7 @@ def bound(work: Work, num_ranks: int) -> float:
     return 1.0 / (1.0 - work.parallel_share + work.parallel_share / num_ranks)
 
 
-def with_communication(work: Work, num_ranks: int, communication_seconds: float) -> float:
+def with_communication(work: AmdahlWork, num_ranks: int, communication_seconds: float) -> float:
     """The same if talking takes so many seconds of the step.
 
     >>> with_communication(Work(serial_seconds=1.0, parallel_seconds=3.0), 3, 2.0)

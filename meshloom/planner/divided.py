@@ -11,11 +11,11 @@ from meshloom.core.plan import Plan
 from meshloom.machine.machine import Machine
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.rates import rates_of
-from meshloom.tensor_parallel.explain import Account, account_of
+from meshloom.tensor_parallel.explain import DivisionAccount, account_of
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import Partition, partition
 from meshloom.tensor_parallel.rules.table import rules_with
-from meshloom.tensor_parallel.search.choose import Choice, choose, rates_for
+from meshloom.tensor_parallel.search.choose import DivisionChoice, choose, rates_for
 from meshloom.tensor_parallel.stored_division import divided_before
 
 
@@ -26,7 +26,7 @@ class Divided:
     depends: all that it depends on besides the program, for what is kept of it. make: gives `part`, which is not needed where all that is asked of it was kept.
     """
 
-    account: Account
+    account: DivisionAccount
     depends: Mapping[str, Any]
     make: Callable[[], Partition]
 
@@ -52,7 +52,7 @@ def divided(readings: Readings, plan: Plan, *, batch_size: int | None = None, ma
         with timings.of("axes"):
             layout = layout_of(program, rules_with(job.rules))
 
-        def choose_here() -> Choice:
+        def choose_here() -> DivisionChoice:
             return choose(layout, plan.tp, rates, placements=placements, memory_bytes=memory_bytes, priced=reading.costs)
 
         with timings.of("choosing a division"):
@@ -60,7 +60,7 @@ def divided(readings: Readings, plan: Plan, *, batch_size: int | None = None, ma
         with timings.of("dividing"):
             return partition(choice)
 
-    def account() -> Account:
+    def account() -> DivisionAccount:
         part = make()
         with timings.of("dividing"):
             return account_of(part, reading.costs, num_chunks=plan.microbatches, placements=placements, rates=rates.source)
@@ -69,5 +69,5 @@ def divided(readings: Readings, plan: Plan, *, batch_size: int | None = None, ma
         "ranks": plan.tp, "rates": rates, "rules": sorted(job.rules.items()), "placements": placements, "memory": memory_bytes, "chunks": plan.microbatches,
     }  # fmt: skip
     with timings.of("choosing a division"):
-        found = stored.value("account", program, depends, Account, account) if stored else account()
+        found = stored.value("account", program, depends, DivisionAccount, account) if stored else account()
     return Divided(account=found, depends=depends, make=make)

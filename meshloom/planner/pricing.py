@@ -11,7 +11,7 @@ from meshloom.core.plan import Plan, chunk_sizes
 from meshloom.data.samples import first_batches
 from meshloom.machine.links import Crowd
 from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine
-from meshloom.planner.amdahl import Work, bound, with_communication
+from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import Memory, predict_memory
 from meshloom.planner.readings import Readings
@@ -126,13 +126,13 @@ class Pricer:
             num_bytes=rehearsal.num_bytes,
         )
 
-    def speedups(self, options: Sequence[Option]) -> tuple[Work | None, tuple[Speedup, ...]]:
+    def speedups(self, options: Sequence[Option]) -> tuple[AmdahlWork | None, tuple[Speedup, ...]]:
         """Of data parallelism: what one rank does in a step, and for each number of replicas that was priced the bounds and the price."""
         replicas = {each.plan.dp: each.price for each in options if each.plan.mesh.size == each.plan.dp > 1 and not each.plan.zero}
         if not replicas:
             return None, ()
         alone = self._price(self._rehearsed(Plan(), self._devices.threads_of(max(replicas))))
-        work = Work(serial_seconds=alone.seconds - alone.chunks, parallel_seconds=alone.chunks)
+        work = AmdahlWork(serial_seconds=alone.seconds - alone.chunks, parallel_seconds=alone.chunks)
         found = [
             Speedup(
                 num_ranks=dp,

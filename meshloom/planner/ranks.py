@@ -18,7 +18,7 @@ from meshloom.planner.divided import Divided
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
 from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.readings import Readings
-from meshloom.planner.rehearsal.rehearsal import Held
+from meshloom.planner.rehearsal.rehearsal import HeldBytes
 from meshloom.planner.staged_plan import StagePlan
 from meshloom.program.ir.program import Program
 from meshloom.tensor_parallel.partition import Partition
@@ -30,7 +30,7 @@ class RankShare:
     """What the first rank along dp and tp holds and sends, of those at `pp`. num_bytes: axis -> bytes that it hands over in a step."""
 
     pp: int
-    held: Held
+    held: HeldBytes
     num_bytes: Mapping[Axis, int]
 
 
@@ -123,7 +123,7 @@ def _share(
     sent: dict[Axis, int] = {"dp": exchanged, "pp": over_pp + lent, "tp": over_tp}
     return RankShare(
         pp=rank,
-        held=Held(
+        held=HeldBytes(
             parameters=sum(meta.num_bytes for meta in held.values()),
             gradients=sum(trained.values()) + (per_replica if plan.zero and plan.dp > 1 else 0),
             optimizer=round(factor * per_replica),

@@ -19,7 +19,7 @@ from meshloom.core.mesh import AXES, Axis
 from meshloom.machine.links import COLLECTIVES, Collective, Where
 from meshloom.machine.machine import Machine, collective_seconds
 from meshloom.planner.rehearsal.actions import pipelined
-from meshloom.planner.rehearsal.rehearsal import Call, RankStep, Rehearsal
+from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal, RehearsedCall
 from meshloom.planner.shared_cores import Effort, run_on_cores
 
 _LIKE: Mapping[str, Collective] = {"barrier": "all_reduce", "scatter": "broadcast"}  # what is not measured, as something that is
@@ -130,7 +130,7 @@ class _Pricer:
             done = max(done, call.at * slow) + self._seconds(call)
         return max(0.0, done - part.chunks * slow) + after
 
-    def _seconds(self, call: Call) -> float:
+    def _seconds(self, call: RehearsedCall) -> float:
         if call.kind == "recv" or (call.kind == "scatter" and not call.num_bytes):
             return 0.0
         collective = _collective(call.kind)

@@ -18,10 +18,10 @@ from meshloom.program.ir.program import Program
 from meshloom.program.sizes.forms import alike
 from meshloom.program.store.stored import Stored
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
-from meshloom.tensor_parallel.partition import Partition, Routed, partition
+from meshloom.tensor_parallel.partition import Partition, RoutedRows, partition
 from meshloom.tensor_parallel.rules.table import rules_with
 from meshloom.tensor_parallel.search.choose import (
-    Choice,
+    DivisionChoice,
     Held,
     Rates,
     choice_in,
@@ -65,7 +65,7 @@ class Division:
         self._placements = placements
         self._memory_bytes = memory_bytes
         self._first: Partition | None = None
-        self._choices: list[Choice] = []  # of programs that differ in more than sizes
+        self._choices: list[DivisionChoice] = []  # of programs that differ in more than sizes
 
     @property
     def first(self) -> Partition:
@@ -78,7 +78,7 @@ class Division:
         """Who holds what of every parameter and buffer."""
         return {**self.first.parameters, **self.first.buffers}
 
-    def part(self, program: Program, group: Group, priced: Program | None = None) -> Steps[tuple[Program, Mapping[str, Routed]]]:
+    def part(self, program: Program, group: Group, priced: Program | None = None) -> Steps[tuple[Program, Mapping[str, RoutedRows]]]:
         """This rank's part of `program`, and values in it whose rows data sends here.
 
         All ranks of `group` call it, of which the first chooses: the world, or those of a replica.
@@ -89,13 +89,13 @@ class Division:
             layout = layout_of(program, self._rules)
         held = self._first.held if self._first else None
 
-        def cheapest() -> Choice:
+        def cheapest() -> DivisionChoice:
             limit = self._memory_bytes * self._num_stages if self._memory_bytes and held is None else None
             weighed = layout_of(priced, self._rules) if priced else layout
             self.rates = self._given or rates_for(weighed.program, self._group.size)
             rates, stored = self.rates, self._stored if held is None and priced is None else None
 
-            def choose_here() -> Choice:
+            def choose_here() -> DivisionChoice:
                 return choose(weighed, self._group.size, rates, held=held, placements=self._placements, memory_bytes=limit)
 
             try:
@@ -107,7 +107,7 @@ class Division:
                     raise
                 raise PlanError(f"{error} The limit is that of {self._num_stages} ranks along pp together; more of them help, too.") from None
 
-        def chosen() -> Choice:
+        def chosen() -> DivisionChoice:
             choice = cheapest()
             if priced is None:
                 return choice
@@ -135,7 +135,7 @@ class Division:
         self._first = self._first or divided
         return own.program, own.routed
 
-    def _as_before(self, layout: Layout, held: Held | None) -> Choice | None:
+    def _as_before(self, layout: Layout, held: Held | None) -> DivisionChoice | None:
         """The choice that was made for this program at other sizes, on every rank alike."""
         if held is None:
             return None

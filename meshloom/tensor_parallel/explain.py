@@ -13,7 +13,7 @@ from meshloom.program.operators.payload import Collective
 from meshloom.tensor_parallel.layout.cuts import candidates
 from meshloom.tensor_parallel.layout.placement import Cut, Part
 from meshloom.tensor_parallel.partition import Partition
-from meshloom.tensor_parallel.search.choose import Choice
+from meshloom.tensor_parallel.search.choose import DivisionChoice
 from meshloom.tensor_parallel.search.pins import is_meant
 from meshloom.tensor_parallel.search.strategies import strategies_of
 from meshloom.tensor_parallel.search.uses import Uses
@@ -45,7 +45,7 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class DivisionAccount:
     """parameters_divided, flops_divided: shares of all elements, and of all FLOPs forward and backward. work: the busiest rank's share of the FLOPs.
 
     num_bytes: bytes that rank 0 hands in during a step, by kind of collective. rates: where those are from that it was chosen with.
@@ -63,7 +63,7 @@ class Account:
 
 def account_of(
     part: Partition, costs: Mapping[str, Cost], *, num_chunks: int = 1, placements: Mapping[str, str] | None = None, rates: str = ""
-) -> Account:  # fmt: skip
+) -> DivisionAccount:  # fmt: skip
     """What was chosen for a program, and what a step of `num_chunks` chunks sends. placements: those that the plan asked for."""
     choice = part.choice
     program = choice.layout.program
@@ -72,7 +72,7 @@ def account_of(
     divided = {name for name in sizes if not part.parameters[name].is_whole}
     flops = {node.name: costs[node.name].flops + costs[node.name].backward_flops for node in program.nodes}
     all_flops = sum(flops.values()) or 1
-    return Account(
+    return DivisionAccount(
         num_ranks=choice.num_ranks,
         rows=_merged(list(_rows(part, teller))),
         whole=_gathered([*teller.whole_parameters(sizes, divided), *teller.whole_operators(flops, all_flops)]),
@@ -84,7 +84,7 @@ def account_of(
     )
 
 
-def text_of(account: Account) -> str:
+def text_of(account: DivisionAccount) -> str:
     """The account as a table and a few lines."""
     table = [("module", "parameters", "forward", "backward")]
     table += [
@@ -112,7 +112,7 @@ def text_of(account: Account) -> str:
 class _Teller:
     """Names placements, and says why something is whole."""
 
-    def __init__(self, choice: Choice, placements: Mapping[str, str]) -> None:
+    def __init__(self, choice: DivisionChoice, placements: Mapping[str, str]) -> None:
         self._choice = choice
         self._placements = placements
         self._cuts: dict[int, list[Cut]] = {}

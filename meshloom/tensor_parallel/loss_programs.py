@@ -27,7 +27,7 @@ from meshloom.program.store.programs import Programs
 from meshloom.program.store.stored import Stored
 from meshloom.program.trace.precision import default_precision
 from meshloom.tensor_parallel.division import Division
-from meshloom.tensor_parallel.partition import Routed
+from meshloom.tensor_parallel.partition import RoutedRows
 
 # Of a batch's tensors, by name; and what else it holds that programs are for, by name.
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype] | tuple[str, str | None], ...]
@@ -42,7 +42,7 @@ class _Known:
     whole: Program
     part: Program
     priced: Program
-    routed: Mapping[str, Routed]
+    routed: Mapping[str, RoutedRows]
 
 
 class LossPrograms:
@@ -141,7 +141,7 @@ class LossPrograms:
         """The whole program as it is in training, with the same nodes: by this one it is decided, on the rank that does."""
         return self._known[loss or self._job.loss, training, shapes].priced
 
-    def routed(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Mapping[str, Routed]:
+    def routed(self, shapes: Shapes, *, loss: LossFunction | None = None, training: bool = True) -> Mapping[str, RoutedRows]:
         """Of its values those whose rows data sends to this rank: nobody else knows how many there are."""
         return self._known[loss or self._job.loss, training, shapes].routed
 

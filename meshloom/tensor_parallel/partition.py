@@ -23,12 +23,12 @@ from meshloom.tensor_parallel.layout.layout import Axes, axes_of
 from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement, cut_of
 from meshloom.tensor_parallel.layout.routes import Route
 from meshloom.tensor_parallel.rules.factors import Sizes
-from meshloom.tensor_parallel.search.choose import Choice, Held
+from meshloom.tensor_parallel.search.choose import DivisionChoice, Held
 from meshloom.tensor_parallel.search.price import is_same, kind_of
 
 
 @dataclass(frozen=True)
-class Routed:
+class RoutedRows:
     """Of a value whose rows are as many as data sends to the rank. rows: the value that says which; dim, size: of the rows of all ranks."""
 
     rows: str
@@ -41,14 +41,14 @@ class RankProgram:
     """What a rank computes. routed: values whose shape is another one with other data."""
 
     program: Program
-    routed: Mapping[str, Routed]
+    routed: Mapping[str, RoutedRows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """A divided program. parameters, buffers: name -> who holds what."""
 
-    choice: Choice
+    choice: DivisionChoice
     parameters: Mapping[str, Pieces]
     buffers: Mapping[str, Pieces]
     summed: tuple[str, ...]  # parameters whose gradients are to be summed over the ranks, once a step
@@ -76,7 +76,7 @@ class Partition:
         return {name: (pieces[name], choice.variables[each.value] == INVARIANT) for name, each in variables.items()}
 
 
-def partition(choice: Choice) -> Partition:
+def partition(choice: DivisionChoice) -> Partition:
     """Who holds what, and what each rank computes."""
     program = choice.layout.program
     parameters = {name: choice.pieces(each.value, choice.variables[each.value]) for name, each in program.parameters.items()}
@@ -120,13 +120,13 @@ def _local(meta: Meta, pieces: Pieces, rank: int) -> Meta:
 class _Builder:
     """One rank's nodes, in the order of the program; a change of placement comes right before the first node that wants it."""
 
-    def __init__(self, choice: Choice, rank: int) -> None:
+    def __init__(self, choice: DivisionChoice, rank: int) -> None:
         self.choice = choice
         self.rank = rank
         self.nodes: list[Node] = []
         self.changed: dict[tuple[str, Placement], str] = {}
         self.rows: dict[tuple[str, Placement], str] = {}  # value that says whose rows are, and a placement -> those that are this rank's
-        self.routed: dict[str, Routed] = {}
+        self.routed: dict[str, RoutedRows] = {}
         self._parts: dict[tuple[Meta, tuple[Key, ...], Cut | None], Meta] = {}
 
     def add(self, node: Node) -> None:
@@ -171,7 +171,7 @@ class _Builder:
         found = route_of(axes[0], placement, self.choice.numbers) if len(axes) == 1 else None
         rows = self.rows.get((found[2].value, placement)) if found else None
         if found and rows:
-            self.routed[node.name] = Routed(rows, found[0], node.outputs[0].shape[found[0]])
+            self.routed[node.name] = RoutedRows(rows, found[0], node.outputs[0].shape[found[0]])
 
     def read(self, ref: Ref, placement: Placement, node: Node | None = None) -> Ref:
         """The value placed so, changed if need be (once, however many nodes want it)."""
@@ -193,7 +193,7 @@ class _Builder:
         if taken is not None:
             args = self.read(ref, REPLICATED, node), self._rows(target, taken, node)
             name = self._made(ref, take_rows, (*args, taken[0]), _local(meta, after, self.rank), node)
-            self.routed[name] = Routed(args[1].name, taken[0], meta.shape[taken[0]])
+            self.routed[name] = RoutedRows(args[1].name, taken[0], meta.shape[taken[0]])
             return name
         if placed is not None and target == PARTIAL:
             args = ref, self._rows(source, placed, node)

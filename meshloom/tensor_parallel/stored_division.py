@@ -8,7 +8,7 @@ from dataclasses import replace
 from meshloom.program.cost.rates import Rates
 from meshloom.program.store.stored import Stored
 from meshloom.tensor_parallel.layout.layout import Layout
-from meshloom.tensor_parallel.search.choose import Choice, choice_of_numbers, digest_of_choice, numbers_of_choice
+from meshloom.tensor_parallel.search.choose import DivisionChoice, choice_of_numbers, digest_of_choice, numbers_of_choice
 
 
 def divided_before(
@@ -16,12 +16,12 @@ def divided_before(
     layout: Layout,
     num_ranks: int,
     rates: Rates,
-    choose: Callable[[], Choice],
+    choose: Callable[[], DivisionChoice],
     *,
     rules: Mapping[str, str],
     placements: Mapping[str, str] | None,
     memory_bytes: float | None,
-) -> Choice:
+) -> DivisionChoice:
     """What `choose` gives, which is kept; rules, placements, memory_bytes: what it depends on besides."""
     if stored is None:
         return choose()

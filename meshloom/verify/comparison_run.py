@@ -27,7 +27,7 @@ from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ComparisonResult:
     """What came of holding a plan against a reference. whole: None if the whole batch does not fit in the device's memory."""
 
     steps: Sequence[Comparison]
@@ -36,7 +36,7 @@ class Found:
     comparer: Comparer
 
 
-class Holding:
+class ComparisonRun:
     """Steps of a plan held against those of `reference`, which it runs."""
 
     def __init__(self, reference: Reference) -> None:
@@ -96,6 +96,6 @@ class Holding:
         self._steps.append(comparison)
         self._previous = dict(self._one.gradients)
 
-    def found(self) -> Found:
+    def found(self) -> ComparisonResult:
         """Of all steps so far."""
-        return Found(steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer)
+        return ComparisonResult(steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer)

@@ -28,7 +28,7 @@ from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part, cut_of
 from meshloom.tensor_parallel.lockstep import run_in_lockstep
 from meshloom.tensor_parallel.partition import Partition
-from meshloom.tensor_parallel.search.choose import Choice
+from meshloom.tensor_parallel.search.choose import DivisionChoice
 
 TOLERANCE = 1e-9  # of float64, in which both run; rounding of the deepest families stays below 1e-12
 _SEED = 7
@@ -73,7 +73,7 @@ Marks = dict[int, _Mark]  # by number of the tensor in the value
 class _Seen:
     """What every operator gave, and the gradients of it: on one device, or on all ranks."""
 
-    choice: Choice
+    choice: DivisionChoice
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
     values: dict[str, Marks] = field(default_factory=dict[str, Marks])
     gradients: dict[str, Marks] = field(default_factory=dict[str, Marks])

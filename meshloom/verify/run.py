@@ -28,7 +28,7 @@ from meshloom.replica.replica import Replica, StepResult
 from meshloom.report.progress import Listener
 from meshloom.train.one_at_a_time import working_alone
 from meshloom.train.trainer import Trainer
-from meshloom.verify.comparison_run import Holding
+from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.divided_nodes import first_difference
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.mistakes import Cause
@@ -63,7 +63,7 @@ def verify(
     ) as trainer:  # fmt: skip
         check_dense_buffers(trainer.replicas[0].model, "only dense buffers are compared")
         owned = trainer.together(_owned)[0]
-        holding = Holding(Reference(job, keyed, dtype, trainer.replicas[0].seat.device, recorded)) if trainer.world.main else None
+        holding = ComparisonRun(Reference(job, keyed, dtype, trainer.replicas[0].seat.device, recorded)) if trainer.world.main else None
         _run_steps(trainer, dtype, holding)
         if holding is None:
             return None
@@ -101,7 +101,7 @@ def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | No
     return [Cause("division", first_difference(replica.staged.division.first, build_model(job, device, dtype), to_device(batch, device, dtype)))]
 
 
-def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: Holding | None) -> None:
+def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: ComparisonRun | None) -> None:
     """All steps. `holding`, where there is one, is told of each tensor as it comes; no rank keeps any."""
     first = trainer.replicas[0]
     with ExitStack() as stack:

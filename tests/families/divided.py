@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from meshloom.program.cost.cost import costs
-from meshloom.tensor_parallel.explain import Account, Whole, account_of
+from meshloom.tensor_parallel.explain import DivisionAccount, Whole, account_of
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.search.choose import changes_of
 from tests.division import Subject, compare, subject_of
@@ -91,7 +91,7 @@ def _row(name: str, subject: Subject, num_ranks: int) -> str:
     return row
 
 
-def _whole(part: Partition, account: Account) -> str:
+def _whole(part: Partition, account: DivisionAccount) -> str:
     """In words, what stays whole of the parameters, or of the FLOPs, if it is more than half: by reason, the largest share first."""
     operators = {node.operator for node in part.choice.layout.program.nodes}
     computed = [each for each in account.whole if each.what.split(" ")[0] in operators]

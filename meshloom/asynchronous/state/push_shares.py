@@ -15,8 +15,8 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.data.chunks import Chunk, Cut, cut_batch, share_of
 from meshloom.data.data import build_dataset, is_stream
-from meshloom.data.map_data import Batches, ChunkSource, Request
-from meshloom.data.reading import Failure
+from meshloom.data.map_data import Batches, ChunkSource, ReadRequest
+from meshloom.data.reading import ReadFailure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ class Shares:
         chunks: list[Chunk] = []
         for cut in share.cuts:
             with preserved_draws():
-                data = self._source[Request(share.step, cut.index, share.epoch, share.indices[cut.start - first : cut.stop - first])]
-            if isinstance(data, Failure):
+                data = self._source[ReadRequest(share.step, cut.index, share.epoch, share.indices[cut.start - first : cut.stop - first])]
+            if isinstance(data, ReadFailure):
                 raise data.to_error()
             chunks.append(Chunk(share.step, total, cut.index, cut.samples, data))
         return chunks

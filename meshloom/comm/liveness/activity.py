@@ -44,7 +44,7 @@ class ActionLike(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class ActivitySnapshot:
     """What a rank was doing when somebody looked.
 
     step: the batch's number; in "between steps", "comparing", "evaluating" and "saving" how many steps are done.
@@ -158,7 +158,7 @@ class Activity:
         self._doubles[_WAITS] = 0.0
         self._doubles[_MOVED] = time.monotonic()
 
-    def now(self) -> Snapshot:
+    def now(self) -> ActivitySnapshot:
         """What this rank itself has written."""
         snapshot = read(self._page)
         assert snapshot
@@ -182,14 +182,14 @@ def is_page(page: memoryview) -> bool:
     return len(page) == PAGE_BYTES and bytes(page[:_START]) == _MARK
 
 
-def read(page: memoryview) -> Snapshot | None:
+def read(page: memoryview) -> ActivitySnapshot | None:
     """What is written there; None if the rank is just writing. What a dead rank has left can always be read."""
     for _ in range(3):  # a write in between shows as a difference
         seen, again = bytes(page[_START : (_MOVED + 1) * 8]), bytes(page[_START : (_MOVED + 1) * 8])
         if seen == again:
             phase, step, stage, kind, microbatch, since, longest = _RECORD.unpack_from(seen)
             waits, moved = struct.unpack_from("=2d", seen, _RECORD.size)
-            return Snapshot(
+            return ActivitySnapshot(
                 phase=PHASES[phase], step=step, stage=stage, kind=chr(kind), microbatch=microbatch,
                 since=since, moved=max(since, moved, waits), waits=waits > 0.0, longest_seconds=longest,
             )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SharedMemorySettings:
     """How tensors travel.
 
     small_bytes: up to here every rank computes all of a sum. chunk_bytes: of a larger one, what a rank computes at a time.

@@ -44,9 +44,9 @@ from meshloom.comm.shm.failures import Failures
 from meshloom.comm.shm.peers import Peers
 from meshloom.comm.shm.rendezvous import Meeting
 from meshloom.comm.shm.segments import Files, free_bytes, too_little
-from meshloom.comm.shm.settings import Settings
+from meshloom.comm.shm.settings import SharedMemorySettings
 from meshloom.comm.shm.started import RecvWork, StartedMessage, StartedOperation
-from meshloom.comm.shm.window import Window, share_memory
+from meshloom.comm.shm.window import SharedWindow, share_memory
 from meshloom.core.errors import CollectiveError, DeviceError, MeshloomError, PeerLostError
 from meshloom.machine.cores import cores
 
@@ -98,7 +98,7 @@ class ShmGroup(Group):
         timeout: timedelta,
         ranks_here: int | None = None,
         activity: Activity | None = None,
-        settings: Settings | None = None,
+        settings: SharedMemorySettings | None = None,
         files: Files | None = None,
         secret: bytes = b"",
     ) -> None:
@@ -114,10 +114,10 @@ class ShmGroup(Group):
         self._kept: deque[tuple[int, Any]] = deque()  # what the engine still reads or writes, by number of operation
         self._kept_lock = Lock()  # several threads may wait
         self._reductions: dict[tuple[torch.dtype, str], tuple[int, int]] = {}
-        self._windows: list[Window] = []
-        self._settings = settings or Settings()
+        self._windows: list[SharedWindow] = []
+        self._settings = settings or SharedMemorySettings()
         if (ranks_here or size) > cores():
-            self._settings = Settings(**{**self._settings.__dict__, "spins": 0})
+            self._settings = SharedMemorySettings(**{**self._settings.__dict__, "spins": 0})
         meeting = Meeting(store, rank, self._members, self._timeout, secret)
         self._files, self._processes, control, arenas, arena_file = meeting.share(_engine.control_bytes(size), _CAPACITY, files)
         self._memory = (control, arenas, arena_file)  # mapped for as long as the group lives
@@ -237,14 +237,14 @@ class ShmGroup(Group):
         engine, handle = self._open()
         return self._started(engine.start(handle, BARRIER, 0, 0, 0, 0, (), 0, 0), BARRIER, None, None, None)
 
-    def window(self, num_bytes: int, owner: int | None = None) -> Window:
+    def window(self, num_bytes: int, owner: int | None = None) -> SharedWindow:
         """New memory of every rank, `num_bytes` of each, which all ranks ask for at once. It is kept until the group is closed.
 
         Tensors that lie there are used in place. owner: the only rank that gives any: the others' parts are empty, and collectives copy.
         Raises `CollectiveError` on all ranks if one of them has too little memory.
         """
         memory = share_memory(self, self._files, self._processes, self._members, num_bytes, owner)
-        window = Window(memory)
+        window = SharedWindow(memory)
         engine, handle = self._open()
         if owner is None:
             engine.add_window(handle, tuple(each.data_ptr() for each in memory), num_bytes)

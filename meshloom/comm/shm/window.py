@@ -13,7 +13,7 @@ from meshloom.comm.shm.segments import Files, map_file, too_little
 from meshloom.core.errors import CollectiveError, MeshloomError
 
 
-class Window:
+class SharedWindow:
     """Memory of every rank of a group that all ranks have mapped.
 
     >>> Window([torch.zeros(3, dtype=torch.uint8)]).of(0).numel()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshloom.comm.liveness.activity import Snapshot
+from meshloom.comm.liveness.activity import ActivitySnapshot
 from meshloom.core.mesh import Mesh
 from meshloom.launch.names import capital, rank_name
 
@@ -70,7 +70,7 @@ class HangWatch:
         self._watched: dict[int, _Watched] = {}
         self._looked: float | None = None
 
-    def look(self, now: float, doing: Sequence[Snapshot | None], processes: Sequence[ProcessState]) -> Hang | None:
+    def look(self, now: float, doing: Sequence[ActivitySnapshot | None], processes: Sequence[ProcessState]) -> Hang | None:
         """The rank that hangs; None if there is none. now: of the monotonic clock. doing, processes: by rank."""
         gap = min(now - self._looked, LONGEST_GAP_SECONDS) if self._looked is not None else 0.0
         self._looked = now
@@ -83,7 +83,7 @@ class HangWatch:
                 return Hang(rank=rank, text=stuck, is_stopped=False)
         return None
 
-    def _note(self, rank: int, gap: float, snapshot: Snapshot | None, process: ProcessState) -> None:
+    def _note(self, rank: int, gap: float, snapshot: ActivitySnapshot | None, process: ProcessState) -> None:
         """Time passed in the same state, or a new one began."""
         if snapshot is None:  # it is writing, so it moves
             self._watched.pop(rank, None)
@@ -94,7 +94,7 @@ class HangWatch:
         elif process.state not in ("D", "t"):
             watched.seconds += gap
 
-    def _stopped(self, rank: int, doing: Sequence[Snapshot | None]) -> str | None:
+    def _stopped(self, rank: int, doing: Sequence[ActivitySnapshot | None]) -> str | None:
         watched = self._watched.get(rank)
         if watched is None or not watched.stopped or watched.seconds < self._seconds or all(each.stopped for each in self._watched.values()):
             return None
@@ -104,7 +104,7 @@ class HangWatch:
             "The run was ended; with --hang-seconds 0 it would have waited."
         )
 
-    def _stuck(self, rank: int, now: float, doing: Sequence[Snapshot | None], processes: Sequence[ProcessState]) -> str | None:
+    def _stuck(self, rank: int, now: float, doing: Sequence[ActivitySnapshot | None], processes: Sequence[ProcessState]) -> str | None:
         snapshot, watched = doing[rank], self._watched.get(rank)
         if snapshot is None or watched is None or snapshot.phase != "computing" or snapshot.waits or not snapshot.longest_seconds:
             return None

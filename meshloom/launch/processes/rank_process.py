@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from meshloom.comm.liveness.activity import PAGE_BYTES, Snapshot, new_page, read
+from meshloom.comm.liveness.activity import PAGE_BYTES, ActivitySnapshot, new_page, read
 from meshloom.launch.environment import with_report
 from meshloom.launch.events import STACK_SIGNAL
 from meshloom.launch.failure import Failure
@@ -79,7 +79,7 @@ class RankProcess:
         code = self.exit_code or 0
         return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
-    def doing(self) -> Snapshot | None:
+    def doing(self) -> ActivitySnapshot | None:
         """What it has written that it does, or did when it ended; None if it is just writing."""
         with memoryview(self._memory) as page:
             return read(page)

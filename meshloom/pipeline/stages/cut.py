@@ -19,8 +19,8 @@ from meshloom.core.units import amount
 from meshloom.pipeline.stages.dynamic_program import Limits, best_cuts, rank_bytes, refined
 from meshloom.pipeline.stages.intervals import Intervals, StageCost
 from meshloom.pipeline.stages.stages import updating
-from meshloom.program.cost.cost import Cost, Kept
-from meshloom.program.cost.operator_seconds import Work, work_of
+from meshloom.program.cost.cost import Cost, SavedTensor
+from meshloom.program.cost.operator_seconds import OperatorSeconds, work_of
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.program import Program
@@ -58,8 +58,8 @@ def choose_cuts(
     state_factor: float = HELD_COPIES,
     ranks: Sequence[int] = (),
     homes: Homes | None = None,
-    work: Mapping[str, Work] | None = None,
-    kept: Mapping[str, Sequence[Kept]] | None = None,
+    work: Mapping[str, OperatorSeconds] | None = None,
+    kept: Mapping[str, Sequence[SavedTensor]] | None = None,
     step_seconds: Callable[[Sequence[StageCost]], float] | None = None,
     line: Intervals | None = None,
 ) -> CutChoice:
@@ -108,7 +108,7 @@ def choose_cuts(
 
 
 def line_of(
-    program: Program, work: Mapping[str, Work], kept: Mapping[str, Sequence[Kept]], rates: Rates, state_factor: float = HELD_COPIES
+    program: Program, work: Mapping[str, OperatorSeconds], kept: Mapping[str, Sequence[SavedTensor]], rates: Rates, state_factor: float = HELD_COPIES
 ) -> Intervals:
     """What its operators cost as stages, from any place to any other."""
     speed = rates.send.bytes_per_second if rates.send else rates.link_bytes_per_second

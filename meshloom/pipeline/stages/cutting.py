@@ -12,7 +12,7 @@ from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.cut import CutChoice, choose_cuts, line_of, where_used
 from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.pipeline.stages.simulate import step_seconds
-from meshloom.program.cost.cost import Cost, Kept
+from meshloom.program.cost.cost import Cost, SavedTensor
 from meshloom.program.cost.operator_seconds import computed_again, work_of
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
@@ -54,7 +54,7 @@ def line_of_plan(program: Program, priced: Mapping[str, Cost], plan: Plan, rates
     if plan.recompute != "none":
         again = recomputed(program, priced, plan.recompute, rates)
         work = computed_again(work, again.seconds_of)
-        kept = {name: (Kept(memory=name, num_bytes=size),) for name, size in again.kept_of.items()}
+        kept = {name: (SavedTensor(memory=name, num_bytes=size),) for name, size in again.kept_of.items()}
     return line_of(program, work, kept, rates)
 
 

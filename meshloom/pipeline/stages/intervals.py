@@ -19,8 +19,8 @@ from itertools import pairwise
 import numpy
 
 from meshloom.pipeline.stages.stages import computed_of_the_batch, updating
-from meshloom.program.cost.cost import Kept
-from meshloom.program.cost.operator_seconds import Work
+from meshloom.program.cost.cost import SavedTensor
+from meshloom.program.cost.operator_seconds import OperatorSeconds
 from meshloom.program.ir.nodes import Meta, lists_in, refs_in
 from meshloom.program.ir.program import Program
 
@@ -88,8 +88,8 @@ class Intervals:
     def __init__(
         self,
         program: Program,
-        work: Mapping[str, Work],
-        kept: Mapping[str, Sequence[Kept]],
+        work: Mapping[str, OperatorSeconds],
+        kept: Mapping[str, Sequence[SavedTensor]],
         *,
         link_bytes_per_second: float = math.inf,
         state_factor: float = 1.0,
@@ -104,7 +104,7 @@ class Intervals:
         self._users = self._users_of_values()
         state = {each.value: name for name, each in (*program.parameters.items(), *program.buffers.items())}
         self.uses = {name: self._users[value] for value, name in state.items() if self._users.get(value)}
-        own = [work[node.name] if node.name not in self._free else Work() for node in nodes]
+        own = [work[node.name] if node.name not in self._free else OperatorSeconds() for node in nodes]
         self._forward, self._backward, self._later = (
             _sums(each) for each in zip(*((one.forward, one.backward, one.later) for one in own), strict=True)
         )
@@ -198,7 +198,7 @@ class Intervals:
             spans.add_uses(uses, size)
         return spans
 
-    def _spans_of_kept(self, kept: Mapping[str, Sequence[Kept]]) -> _Spans:
+    def _spans_of_kept(self, kept: Mapping[str, Sequence[SavedTensor]]) -> _Spans:
         """What autograd keeps, where it was made: what a later stage keeps of it is what that received."""
         program = self.program
         given = {each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)} | set(program.constants)

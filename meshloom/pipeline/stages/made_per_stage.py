@@ -21,7 +21,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.experts import place_rows, rows_here, take_rows
 from meshloom.program.operators.gathered import GatheredLayers
-from meshloom.tensor_parallel.partition import Routed
+from meshloom.tensor_parallel.partition import RoutedRows
 
 
 def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:
@@ -57,7 +57,7 @@ def layers_apart(part: Program, stage_of: Mapping[str, int]) -> Program:
     return replace(part, nodes=tuple(nodes))
 
 
-def rows_apart(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, Routed]) -> tuple[Program, dict[str, int]]:
+def rows_apart(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows]) -> tuple[Program, dict[str, int]]:
     """The program with rows that data sends to a rank put into their places before they cross, as no other stage knows how many they are.
 
     stage_of: of all nodes. routed: values with such rows.

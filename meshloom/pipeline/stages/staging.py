@@ -42,7 +42,7 @@ from meshloom.program.store.newest import Newest
 from meshloom.program.store.stored import Stored
 from meshloom.program.store.stored_costs import kept_before
 from meshloom.tensor_parallel.loss_programs import LossPrograms, Shapes
-from meshloom.tensor_parallel.partition import Routed
+from meshloom.tensor_parallel.partition import RoutedRows
 
 Key = tuple[LossFunction, bool, Shapes]
 MOST_KEPT = 32  # shapes of batches whose stages are kept after they were made; those of others are made again
@@ -221,7 +221,7 @@ class Staging:
         return kept_before(self._stored, whole, rates, lambda: sorted(kept_values(whole, priced, mode, rates)), mode=mode)
 
 
-def stages_of_part(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, Routed], num_stages: int) -> tuple[Stage, ...]:
+def stages_of_part(part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows], num_stages: int) -> tuple[Stage, ...]:
     """The stages of one rank's part along tp. stage_of: of the whole program's nodes. routed: values with rows that data sends to this rank."""
     part = layers_apart(part, stage_of)
     placed = rows_apart(part, with_changes_placed(part, stage_of), routed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Kept:
+class SavedBytes:
     """Counts what is saved for backwards while it is entered, each memory once, in the thread that entered it.
 
     given: tensors that are there anyway, parameters and buffers. most: the most bytes at one time.
@@ -57,7 +57,7 @@ class Kept:
 class _Saved:
     """One saved tensor."""
 
-    def __init__(self, tensor: Tensor, kept: Kept) -> None:
+    def __init__(self, tensor: Tensor, kept: SavedBytes) -> None:
         self.tensor = tensor
         self._kept = kept
         kept.add(tensor, 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from meshloom.pipeline.schedules.schedule import Action
 from meshloom.pipeline.schedules.spans import ACTION_KINDS
-from meshloom.planner.rehearsal.rehearsal import Call, RankStep
+from meshloom.planner.rehearsal.rehearsal import RankStep, RehearsedCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Pipelined:
     rest: float
 
 
-def pipelined(step: RankStep, calls: Sequence[Call], until: float, seconds: Callable[[Call], float]) -> Pipelined:
+def pipelined(step: RankStep, calls: Sequence[RehearsedCall], until: float, seconds: Callable[[RehearsedCall], float]) -> Pipelined:
     """A rank's chunks up to `until` on its own clock. calls: along pp and tp within them. seconds: of a call."""
     spans = [span for span in step.spans if span.kind in ACTION_KINDS]
     first, last = spans[0].start, spans[-1].stop

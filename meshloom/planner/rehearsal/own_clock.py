@@ -15,7 +15,7 @@ from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.windows import Window
 from meshloom.core.mesh import Axis
 from meshloom.planner.measure.timing import now
-from meshloom.planner.rehearsal.rehearsal import Call
+from meshloom.planner.rehearsal.rehearsal import RehearsedCall
 
 
 class OwnClock:
@@ -28,7 +28,7 @@ class OwnClock:
         self._now: Callable[[], float] = time.thread_time if device.type == "cpu" else lambda: now(device)
         self._passed = 0.0
         self._since: float | None = None
-        self.calls: list[Call] = []
+        self.calls: list[RehearsedCall] = []
 
     def begin(self) -> None:
         """At 0, with no calls."""
@@ -56,7 +56,7 @@ class OwnClock:
         return round(self.seconds * 1e9)
 
 
-class Pieces:
+class InProcessWindow:
     """A window of ranks that live in one process."""
 
     def __init__(self, memory: Sequence[Tensor]) -> None:
@@ -72,16 +72,16 @@ class CommonMemory:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._made: list[Pieces] = []
+        self._made: list[InProcessWindow] = []
         self._taken = [0] * size
         self._addresses: list[tuple[int, int]] = []
 
-    def take(self, rank: int, num_bytes: int, owner: int | None) -> Pieces:
+    def take(self, rank: int, num_bytes: int, owner: int | None) -> InProcessWindow:
         """The next window of this rank."""
         if self._taken[rank] == len(self._made):
             sizes = [num_bytes if owner in (None, each) else 0 for each in range(self._size)]
             memory = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-            self._made.append(Pieces(memory))
+            self._made.append(InProcessWindow(memory))
             self._addresses += [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory if each.nbytes]
         self._taken[rank] += 1
         return self._made[self._taken[rank] - 1]
@@ -153,7 +153,9 @@ class RehearsedGroup(Group):
         self._clock.stop()
         in_place = tensor is not None and self._common is not None and self._common.holds(tensor)
         num_bytes = tensor.nbytes if tensor is not None else 0
-        self._clock.calls.append(Call(axis=self._axis, kind=kind, num_bytes=num_bytes, ranks=self.size, at=self._clock.seconds, in_place=in_place))
+        self._clock.calls.append(
+            RehearsedCall(axis=self._axis, kind=kind, num_bytes=num_bytes, ranks=self.size, at=self._clock.seconds, in_place=in_place)
+        )
         try:
             return _Paused(start(), self._clock)
         finally:

@@ -20,7 +20,7 @@ from meshloom.pipeline.schedules.spans import Span
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RehearsedCall:
     """An operation that a rank started. at: on its own clock. in_place: the tensor lay where all ranks of the host can read it."""
 
     axis: Axis
@@ -37,7 +37,7 @@ class RankStep:
 
     seconds: float
     spans: tuple[Span, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[RehearsedCall, ...]
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
@@ -50,7 +50,7 @@ class RankStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldBytes:
     """Bytes that a rank holds: always, and at most from forwards to backwards. The batch and temporaries are not among them."""
 
     parameters: int
@@ -76,7 +76,7 @@ class Rehearsal:
     threads: int
     places: tuple[Place, ...]
     steps: tuple[tuple[RankStep, ...], ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldBytes, ...]
     schedule: Schedule | None = None
     one_copy: bool = False
 

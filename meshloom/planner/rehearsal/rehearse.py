@@ -32,9 +32,9 @@ from meshloom.data.data import open_reader
 from meshloom.data.team_data import open_team_reader
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.planner.memory.memory import OPTIMIZER_FACTOR
-from meshloom.planner.memory.saved_bytes import Kept
+from meshloom.planner.memory.saved_bytes import SavedBytes
 from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
-from meshloom.planner.rehearsal.rehearsal import Held, RankStep, Rehearsal
+from meshloom.planner.rehearsal.rehearsal import HeldBytes, RankStep, Rehearsal
 from meshloom.replica.replica import Replica
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ def _read(job: Job, plan: Plan, rank: _Rank) -> Steps[list[Chunk]]:
 def _watched_step(rank: _Rank, chunks: Sequence[Chunk]) -> Steps[int]:
     """The first step; the most bytes that were kept for backwards in it."""
     rank.clock.begin()
-    with Kept([*rank.replica.model.parameters(), *rank.replica.model.buffers()]) as kept:
+    with SavedBytes([*rank.replica.model.parameters(), *rank.replica.model.buffers()]) as kept:
         yield from rank.replica.step(0, chunks)
     return kept.most
 
@@ -221,14 +221,14 @@ def _timed_step(rank: _Rank, number: int, chunks: Sequence[Chunk]) -> Steps[Rank
     return RankStep(seconds=seconds, spans=spans, calls=tuple(rank.clock.calls))
 
 
-def _held(replica: Replica, kept: int, optimizer_factor: float) -> Held:
+def _held(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
     plan = replica.plan
     parameters = [each for each in replica.model.parameters() if not each.is_meta]
     trained = sum(each.nbytes for each in parameters if each.requires_grad)
     owned = sum((each.stop - each.start) * each.parameter.itemsize for each in replica.exchange.owned)
     one_copy = replica.exchange.one_copy
     whole = sum(each.nbytes for each in parameters)
-    return Held(
+    return HeldBytes(
         parameters=-(-whole // plan.dp) if one_copy else whole,
         gradients=trained + (-(-trained // plan.dp) if plan.zero and plan.dp > 1 and not one_copy else 0),
         optimizer=round(optimizer_factor * owned),

@@ -31,7 +31,7 @@ DEPTH = 8
 
 
 @dataclass(frozen=True)
-class Change:
+class OutsideChange:
     """Something that a loss reads has another value."""
 
     name: str
@@ -51,16 +51,16 @@ class Outside:
             self._walk_model(model)
         self._seen.clear()
 
-    def changed(self) -> Change | None:
+    def changed(self) -> OutsideChange | None:
         """The first that differs from what it was."""
         for place in self._places:
             now = place.read()
             if now is not place.value and not _equal(now, place.value):
-                return Change(place.name, _shown(place.value), _shown(now))
+                return OutsideChange(place.name, _shown(place.value), _shown(now))
             if place.version is not None and now._version != place.version:
-                return Change(place.name, "a tensor", "the same tensor with other values")
+                return OutsideChange(place.name, "a tensor", "the same tensor with other values")
             if place.copy is not None and not _equal(now, place.copy):
-                return Change(place.name, _shown(place.copy), _shown(now))
+                return OutsideChange(place.name, _shown(place.copy), _shown(now))
         return None
 
     def check_read(self) -> None:

@@ -43,7 +43,7 @@ from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class SavedTensor:
     """Memory that autograd keeps from forward to backward.
 
     memory: the value that owns it: a parameter, buffer, input, constant or node, all by the name of the value; `NODE:n` for further
@@ -72,7 +72,7 @@ class Cost:
     written_bytes: int = 0
     backward_read_bytes: int = 0
     backward_written_bytes: int = 0
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def _costs(program: Program) -> dict[str, Cost]:
             written_bytes=forward.written[index],
             backward_read_bytes=backward.read[index],
             backward_written_bytes=backward.written[index],
-            kept=tuple(Kept(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept[index].items()),
+            kept=tuple(SavedTensor(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept[index].items()),
         )
         for index, node in enumerate(program.nodes)
     }

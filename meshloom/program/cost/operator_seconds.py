@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class OperatorSeconds:
     """Of one operator and one microbatch. later: what of `backward` is gradients of weights, which can wait.
 
     >>> Work(forward=1.0, backward=2.0, later=1.0).total
@@ -38,7 +38,7 @@ class Work:
         return self.forward + self.backward
 
 
-def work_of(program: Program, costs: Mapping[str, Cost], rates: Rates) -> dict[str, Work]:
+def work_of(program: Program, costs: Mapping[str, Cost], rates: Rates) -> dict[str, OperatorSeconds]:
     """Node -> its seconds: on the curves of the machine, if they were measured, or else at these rates."""
     if rates.machine is None:
         return with_later(program, {node.name: rates.forward_and_backward_seconds(costs[node.name]) for node in program.nodes})
@@ -46,25 +46,25 @@ def work_of(program: Program, costs: Mapping[str, Cost], rates: Rates) -> dict[s
     return with_later(program, {name: (each.forward, each.backward) for name, each in measured.items()})
 
 
-def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> dict[str, Work]:
+def with_later(program: Program, seconds: Mapping[str, tuple[float, float]]) -> dict[str, OperatorSeconds]:
     """Node -> its seconds. seconds: forward and backward of each.
 
     Of a linear layer's backward half is its weights' gradient: both halves multiply as much. All of it is, where its input needs no gradient.
     """
     needing = {node.name for node in program.nodes if any(each.requires_grad for each in node.outputs)}
     waiting = weights_that_wait(program)
-    found: dict[str, Work] = {}
+    found: dict[str, OperatorSeconds] = {}
     for node in program.nodes:
         forward, backward = seconds[node.name]
         share = 0.0
         if node.name in waiting:
             first = next(node.operands()).name
             share = 0.5 if first in needing else 1.0
-        found[node.name] = Work(forward=forward, backward=backward, later=share * backward)
+        found[node.name] = OperatorSeconds(forward=forward, backward=backward, later=share * backward)
     return found
 
 
-def computed_again(work: Mapping[str, Work], seconds: Mapping[str, float]) -> dict[str, Work]:
+def computed_again(work: Mapping[str, OperatorSeconds], seconds: Mapping[str, float]) -> dict[str, OperatorSeconds]:
     """The same where backward begins by computing some operators again. seconds: node -> of that."""
     return {name: replace(each, backward=each.backward + seconds.get(name, 0.0)) for name, each in work.items()}
 

@@ -16,7 +16,7 @@ _MANY = 2.0**26  # bytes, for the slope of a line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class LinearSeconds:
     """Seconds of a collective: latency_seconds + bytes that a rank hands in / bytes_per_second."""
 
     latency_seconds: float
@@ -44,9 +44,9 @@ class Rates:
     start_seconds: float = 3e-4
     latency_seconds: float = 2e-4
     link_bytes_per_second: float = 1e9
-    measured: Mapping[Collective, Line] = field(default_factory=dict[Collective, Line])
+    measured: Mapping[Collective, LinearSeconds] = field(default_factory=dict[Collective, LinearSeconds])
     memory_price: float = 100.0
-    send: Line | None = None
+    send: LinearSeconds | None = None
     machine: Machine | None = None
     source: str = "given"
 
@@ -71,7 +71,7 @@ class Rates:
         >>> Rates(latency_seconds=2.0, link_bytes_per_second=10.0).message_seconds(50.0)
         7.0
         """
-        line = self.send or Line(latency_seconds=self.latency_seconds, bytes_per_second=self.link_bytes_per_second)
+        line = self.send or LinearSeconds(latency_seconds=self.latency_seconds, bytes_per_second=self.link_bytes_per_second)
         return line.latency_seconds + num_bytes / line.bytes_per_second
 
     def node_seconds(self, cost: Cost) -> float:
@@ -95,11 +95,11 @@ def rates_of(machine: Machine, num_ranks: int, dtype: str = "float32") -> Rates:
     """
     known = default_rates(machine.device)
     measured = {link.collective for link in machine.links}
-    lines: dict[Collective, Line] = {}
+    lines: dict[Collective, LinearSeconds] = {}
     for collective in COLLECTIVES:
         if collective in measured:
             start = collective_seconds(machine, collective, 0.0, num_ranks)
-            lines[collective] = Line(
+            lines[collective] = LinearSeconds(
                 latency_seconds=start, bytes_per_second=_MANY / (collective_seconds(machine, collective, _MANY, num_ranks) - start)
             )
     return replace(
@@ -119,9 +119,9 @@ def _source(machine: Machine) -> str:
     return f"measured on {machine.name} at {time.strftime('%Y-%m-%d %H:%M', time.localtime(machine.measured_at))}{over}"
 
 
-def _line_of_sends(machine: Machine) -> Line:
+def _line_of_sends(machine: Machine) -> LinearSeconds:
     start = collective_seconds(machine, "send", 0.0, 2)
-    return Line(latency_seconds=start, bytes_per_second=_MANY / (collective_seconds(machine, "send", _MANY, 2) - start))
+    return LinearSeconds(latency_seconds=start, bytes_per_second=_MANY / (collective_seconds(machine, "send", _MANY, 2) - start))
 
 
 def rates_here(device: str, num_ranks: int, dtype: str = "float32") -> Rates:

@@ -17,7 +17,7 @@ import torch
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.callables import out_of_place
 from meshloom.program.ir.contexts import Autocast, Context
-from meshloom.program.ir.lines import WAY_OUT, Line, describe_line
+from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
 
 _torch: Any = torch
@@ -103,7 +103,7 @@ def decoded_operator(text: str) -> Any:
         ) from error
 
 
-def encoded_node(node: Node, contexts: dict[Context, int], lines: dict[Line, int]) -> dict[str, Any]:
+def encoded_node(node: Node, contexts: dict[Context, int], lines: dict[SourceLine, int]) -> dict[str, Any]:
     """JSON of a node, which names its context and line by number; new ones are added."""
     try:
         args, kwargs = encoded(node.args), {key: encoded(each) for key, each in node.kwargs.items()}
@@ -124,7 +124,7 @@ def encoded_node(node: Node, contexts: dict[Context, int], lines: dict[Line, int
     }
 
 
-def decoded_node(value: dict[str, Any], contexts: list[Context], lines: list[Line]) -> Node:
+def decoded_node(value: dict[str, Any], contexts: list[Context], lines: list[SourceLine]) -> Node:
     """The node of that JSON."""
     return Node(
         name=value["name"],

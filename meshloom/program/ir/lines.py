@@ -19,7 +19,7 @@ _SYMBOLS = ("/sympy/", "/mpmath/")  # torch computes with sizes in them
 
 
 @dataclass(frozen=True)
-class Line:
+class SourceLine:
     """A line of somebody's code."""
 
     file: str
@@ -36,33 +36,33 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePlace:
     """Where something happened: the user's line, and the line of an installed package that it led to, if it did."""
 
-    line: Line | None
-    inside: Line | None
+    line: SourceLine | None
+    inside: SourceLine | None
 
     def __str__(self) -> str:
         inside = f", inside {describe_line(self.inside)}" if self.inside and self.inside != self.line else ""
         return f"{describe_line(self.line)}{inside}"
 
 
-def describe_line(line: Line | None) -> str:
+def describe_line(line: SourceLine | None) -> str:
     """`file:12 (code)` for an error."""
     return f"{line} ({line.text})" if line and line.text else str(line) if line else "a line that could not be found"
 
 
-def line_of_frame(frame: FrameType | None) -> Line | None:
+def line_of_frame(frame: FrameType | None) -> SourceLine | None:
     """The innermost frame outside of torch, meshloom, Python's library and installed packages; failing that, the innermost of an installed package."""
     return _place_of_frame(frame).line
 
 
-def line_of_error(trace: TracebackType | None) -> Line | None:
+def line_of_error(trace: TracebackType | None) -> SourceLine | None:
     """The same for where an exception came from."""
     return place_of_error(trace).line
 
 
-def place_of_error(trace: TracebackType | None) -> Place:
+def place_of_error(trace: TracebackType | None) -> SourcePlace:
     """Where an exception came from."""
     users = packages = None
     while trace:
@@ -74,10 +74,10 @@ def place_of_error(trace: TracebackType | None) -> Place:
             else:
                 users, packages = here, None
         trace = trace.tb_next
-    return Place(users or packages, packages)
+    return SourcePlace(users or packages, packages)
 
 
-def place_here(depth: int = 1) -> Place:
+def place_here(depth: int = 1) -> SourcePlace:
     """Where the code is that is running now."""
     frame = inspect.currentframe()
     for _ in range(depth):
@@ -85,20 +85,20 @@ def place_here(depth: int = 1) -> Place:
     return _place_of_frame(frame)
 
 
-def _place_of_frame(frame: FrameType | None) -> Place:
+def _place_of_frame(frame: FrameType | None) -> SourcePlace:
     in_package = None
     while frame:
         file = frame.f_code.co_filename
         if not _is_ours(file):
             if not _is_package(file):
-                return Place(_line(frame, frame.f_lineno), in_package)
+                return SourcePlace(_line(frame, frame.f_lineno), in_package)
             in_package = in_package or _line(frame, frame.f_lineno)
         frame = frame.f_back
-    return Place(in_package, in_package)
+    return SourcePlace(in_package, in_package)
 
 
-def _line(frame: FrameType, number: int) -> Line:
-    return Line(frame.f_code.co_filename, number, frame.f_code.co_name)
+def _line(frame: FrameType, number: int) -> SourceLine:
+    return SourceLine(frame.f_code.co_filename, number, frame.f_code.co_name)
 
 
 def is_users(file: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshloom.program.ir.contexts import Context
-from meshloom.program.ir.lines import Line
+from meshloom.program.ir.lines import SourceLine
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Node:
     kwargs: Mapping[str, Any]
     context: Context
     path: str
-    line: Line | None
+    line: SourceLine | None
     draw: int | None
     num_draws: int
     outputs: tuple[Meta, ...]

@@ -29,7 +29,7 @@ from meshloom.program.ir.encoding import (
     encoded_node,
     encoded_variable,
 )
-from meshloom.program.ir.lines import WAY_OUT, Line
+from meshloom.program.ir.lines import WAY_OUT, SourceLine
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import dense_parts, from_parts, is_sparse
 
@@ -41,7 +41,7 @@ _LENGTH_BYTES = 8
 def pack(program: Program) -> bytes:
     """The program as bytes. Raises `CaptureError` for what cannot be sent: an operator without a name, an unusual type that the loss returns."""
     contexts: dict[Context, int] = {}
-    lines: dict[Line, int] = {}
+    lines: dict[SourceLine, int] = {}
     nodes = [encoded_node(node, contexts, lines) for node in program.nodes]
     header = {
         "parameters": [encoded_variable(each) for each in program.parameters.values()],
@@ -87,7 +87,7 @@ def unpack(data: bytes) -> Program:
 
 def _program(header: Mapping[str, Any], values: Mapping[str, Tensor]) -> Program:
     contexts = [decoded_context(each) for each in header["contexts"]]
-    lines = [Line(*each) for each in header["lines"]]
+    lines = [SourceLine(*each) for each in header["lines"]]
     return Program(
         parameters={each["name"]: decoded_variable(each) for each in header["parameters"]},
         buffers={each["name"]: decoded_variable(each) for each in header["buffers"]},

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, Place
+from meshloom.program.ir.lines import WAY_OUT, SourcePlace
 
 MOST_TRIED = 65536  # elements: a function that changes one number in ten thousand is found out
 _REFUSES = ("mark_dirty", "mark_non_differentiable", "save_for_forward")  # nothing that a function of values does
@@ -29,7 +29,7 @@ class Applied:
 
     function: Any
     args: tuple[Any, ...]
-    place: Place
+    place: SourcePlace
 
 
 class _Context:

@@ -29,7 +29,7 @@ from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.sizes.any_size import AnySize, Proofs
 from meshloom.program.sizes.resized import resized
 from meshloom.program.sizes.smaller import Smaller, is_large, smaller
-from meshloom.program.store.stored import Entry, Stored
+from meshloom.program.store.stored import Stored, StoredEntry
 from meshloom.program.trace.precision import build_model, default_precision
 from meshloom.program.trace.reading import one_thread
 
@@ -85,7 +85,7 @@ class Programs:
             program = resized(compared, self._job, read, lambda model, batches: self._capture(batches, training, model, numbers=True))
             if program is not None:
                 return program
-        entry: Entry | None = None
+        entry: StoredEntry | None = None
         if compared is None and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
                 model = model or self._model_for(training, read[0])
@@ -107,7 +107,7 @@ class Programs:
             self._stored.keep(entry, program, self._shown.get(program.digest()))
         return program
 
-    def _take(self, entry: Entry, model: nn.Module, batch: Any, training: bool) -> Program | None:
+    def _take(self, entry: StoredEntry, model: nn.Module, batch: Any, training: bool) -> Program | None:
         """What an earlier run has read and compared, if its forward is still eager's: at the smaller sizes at which it was compared, if it was."""
         assert self._stored is not None
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshloom.core.cache import Cache, Found, digest_of
+from meshloom.core.cache import Cache, CacheEntry, digest_of
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.core.timings import Timings
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class StoredEntry:
     """Where a reading is kept: what it is of, and what it depends on."""
 
     place: str
@@ -42,7 +42,7 @@ class Stored:
         self._cache = cache
         self._notes = (timings or Timings()).notes
 
-    def entry(self, model: nn.Module, loss: LossFunction, leaves: Leaves, *, kind: str, values: bool = True) -> Entry | None:
+    def entry(self, model: nn.Module, loss: LossFunction, leaves: Leaves, *, kind: str, values: bool = True) -> StoredEntry | None:
         """Of reading `loss` for batches like this one; None where nobody can tell when that would be the same. kind: mode and precision.
 
         values: whether the model has some.
@@ -57,10 +57,16 @@ class Stored:
             return None
         shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in leaves.tensors.items()]
         named = [getattr(loss, "__module__", ""), getattr(loss, "__qualname__", type(loss).__qualname__)]
-        return Entry(place=repr([named, type(model).__qualname__, shapes, kind]), parts={**parts, "kind": kind})
+        return StoredEntry(place=repr([named, type(model).__qualname__, shapes, kind]), parts={**parts, "kind": kind})
 
     def take(
-        self, entry: Entry, model: nn.Module, leaves: Leaves, *, training: bool, check: Callable[[Program, Smaller | None], None] = lambda *_: None
+        self,
+        entry: StoredEntry,
+        model: nn.Module,
+        leaves: Leaves,
+        *,
+        training: bool,
+        check: Callable[[Program, Smaller | None], None] = lambda *_: None,
     ) -> Program | None:
         """What an earlier run read, if it is for this model and batch, and `check` raises nothing."""
         found = self._told(self._cache.get("reading", entry.place, entry.parts), "The loss was read")
@@ -77,7 +83,7 @@ class Stored:
         self._notes.append("The loss is what an earlier run has read.")
         return program
 
-    def keep(self, entry: Entry, program: Program, small: Smaller | None) -> None:
+    def keep(self, entry: StoredEntry, program: Program, small: Smaller | None) -> None:
         """For later runs."""
         if why := self._cache.put("reading", entry.place, entry.parts, _packed(program, small)):
             self._warn(f"The reading is not kept: {why}.")
@@ -122,7 +128,7 @@ class Stored:
     def _versions(self) -> str:
         return versions()
 
-    def _told(self, found: Found, what: str) -> bytes | None:
+    def _told(self, found: CacheEntry, what: str) -> bytes | None:
         if found.content is None:
             (self._warn if found.refused else self._notes.append)(f"{what} anew: {found.why}.")
         return found.content

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshloom.program.cost.cost import Cost, Kept
+from meshloom.program.cost.cost import Cost, SavedTensor
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.store.stored import Stored
@@ -40,7 +40,7 @@ def _cost(value: Sequence[Any]) -> Cost:
     flops, backward_flops, read, written, backward_read, backward_written, kept = value
     return Cost(
         flops=flops, backward_flops=backward_flops, read_bytes=read, written_bytes=written, backward_read_bytes=backward_read,
-        backward_written_bytes=backward_written, kept=tuple(Kept(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept),
+        backward_written_bytes=backward_written, kept=tuple(SavedTensor(memory=memory, num_bytes=num_bytes) for memory, num_bytes in kept),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.contexts import Autocast, Context
-from meshloom.program.ir.lines import WAY_OUT, Line, Place, place_here, place_of_error
+from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
 from meshloom.program.trace.attributes import Changed, changed_attributes, plain_attributes, plain_values, whole_attributes
 from meshloom.program.trace.block_calls import NotAlikeError
 from meshloom.program.trace.folding import Folding
@@ -96,7 +96,7 @@ def context_of(node: fx.Node) -> Context:
     return node.meta.get(META, {}).get("context", Context())
 
 
-def line_of(node: fx.Node) -> Line | None:
+def line_of(node: fx.Node) -> SourceLine | None:
     """The user's line that made a node."""
     place = node.meta.get(META, {}).get("place")
     return place.line if place else None
@@ -111,7 +111,7 @@ def path_of(node: fx.Node) -> str:
 
 def describe_place(node: fx.Node) -> str:
     """Where a node was made, for an error."""
-    return str(node.meta.get(META, {}).get("place", Place(None, None)))
+    return str(node.meta.get(META, {}).get("place", SourcePlace(None, None)))
 
 
 @dataclass

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, Line, describe_line, is_users, line_of_frame
+from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line, is_users, line_of_frame
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import dense_parts
@@ -63,9 +63,9 @@ def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> str
     >>> line_that_changes(count, lambda: counts[0])
     'a line that could not be found'
     """
-    found: list[Line | None] = []
+    found: list[SourceLine | None] = []
     seen = [observe()]
-    before: dict[FrameType, Line | None] = {}
+    before: dict[FrameType, SourceLine | None] = {}
 
     def look(frame: FrameType, event: str, argument: Any) -> Any:
         if found or not (is_users(frame.f_code.co_filename) or event == "call"):

@@ -12,7 +12,7 @@ from torch import fx
 from torch._functorch import eager_transforms, vmap
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, Place, place_here
+from meshloom.program.ir.lines import WAY_OUT, SourcePlace, place_here
 
 _torch: Any = torch  # for what torch keeps to itself
 _TRANSFORM = "uses a transform of torch.func (grad, jacrev, jvp, vmap, ...)"
@@ -24,8 +24,8 @@ _ENTERED = ((_torch.autograd, "_engine_run_backward"), *_BEGIN)
 class InnerGradients:
     """What was noted. backward: where autograd ran (`torch.autograd.grad`, `backward`); transforms: where one of `torch.func` began."""
 
-    backward: list[Place] = field(default_factory=list[Place])
-    transforms: list[Place] = field(default_factory=list[Place])
+    backward: list[SourcePlace] = field(default_factory=list[SourcePlace])
+    transforms: list[SourcePlace] = field(default_factory=list[SourcePlace])
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -69,7 +69,7 @@ def transforms_ended() -> Iterator[None]:
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
-def _noting(function: Any, places: list[Place]) -> Any:
+def _noting(function: Any, places: list[SourcePlace]) -> Any:
     def noting(*args: Any, **kwargs: Any) -> Any:
         if not _torch._C._functorch.get_dynamic_layer_stack_depth():  # else it is a part of the transform that was noted
             places.append(place_here(2))
@@ -78,5 +78,5 @@ def _noting(function: Any, places: list[Place]) -> Any:
     return noting
 
 
-def _refused(place: Place, what: str) -> CaptureError:
+def _refused(place: SourcePlace, what: str) -> CaptureError:
     return CaptureError(f"The loss {what} at {place}, and a program cannot hold that. {WAY_OUT}")

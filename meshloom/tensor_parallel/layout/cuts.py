@@ -14,7 +14,7 @@ from meshloom.tensor_parallel.layout.routes import Route, key_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
+class StripNumbers:
     """A number for every strip that axes are stretches of, in the order of the program; `axes[number]` is the strip.
 
     routes: what an axis is made of -> number of a strip -> the route by which the first goes where the second goes.
@@ -40,7 +40,7 @@ class Numbers:
         return next(((number, route) for number, route in found.items() if cut is not None and number in cut.parts), None)
 
 
-def numbers_of(layout: Layout) -> Numbers:
+def numbers_of(layout: Layout) -> StripNumbers:
     """Number the strips of all values, and of labels that no value has by itself."""
     strips = dict.fromkeys(leaf.strip for axis in axes_in(layout) for leaf in axis.leaves())
     of = {strip: number for number, strip in enumerate(strip for strip in strips if strip.size > 1)}
@@ -52,10 +52,10 @@ def numbers_of(layout: Layout) -> Numbers:
             if routes.setdefault(key, {}).setdefault(number, route) is not route or any(strip is route.groups.strip for strip, _, _ in key):
                 several.add((key, number))
     kept = {key: {number: route for number, route in found.items() if (key, number) not in several} for key, found in routes.items()}
-    return Numbers(of=of, axes=tuple(of), routes={key: found for key, found in kept.items() if found})
+    return StripNumbers(of=of, axes=tuple(of), routes={key: found for key, found in kept.items() if found})
 
 
-def candidates(layout: Layout, numbers: Numbers, num_ranks: int) -> list[Cut]:
+def candidates(layout: Layout, numbers: StripNumbers, num_ranks: int) -> list[Cut]:
     """Every cut that could be worth taking: of an axis of at least `num_ranks` indices; of several in a row; of a small one times another."""
     found: dict[frozenset[tuple[int, tuple[Interval, ...]]], Cut] = {}
 
@@ -92,20 +92,20 @@ def _around(start: int, stop: int, size: int, num_ranks: int) -> tuple[Interval,
     return tuple(pairwise([0, *bounds[:-1], size]))
 
 
-def pieces_of(axes: Axes, cut: Cut | None, numbers: Numbers, num_ranks: int) -> Pieces:
+def pieces_of(axes: Axes, cut: Cut | None, numbers: StripNumbers, num_ranks: int) -> Pieces:
     """What each rank holds of a value with these axes."""
     rows = tuple(tuple(runs_of(axis, cut, numbers, rank) for axis in axes) for rank in range(num_ranks))
     return Pieces(tuple(axis.size for axis in axes), rows)
 
 
-def route_of(axes: Axes, placement: Placement, numbers: Numbers) -> tuple[int, int, Route] | None:
+def route_of(axes: Axes, placement: Placement, numbers: StripNumbers) -> tuple[int, int, Route] | None:
     """The dim of a value whose rows go where a cut axis goes, the number of that axis, and the route. None: its parts are known beforehand."""
     if not numbers.routes or not isinstance(placement, Part):
         return None
     return next(((dim, *found) for dim, axis in enumerate(axes) if (found := numbers.route(axis, placement.cut)) is not None), None)
 
 
-def covers(axes: Iterable[Axis], cut: Cut, numbers: Numbers) -> bool:
+def covers(axes: Iterable[Axis], cut: Cut, numbers: StripNumbers) -> bool:
     """Whether the ranks' parts of a value with these axes make up all of it, and those of ranks that share some overlap in blocks.
 
     A part of one axis times a part of another is not all there is, unless they were cut as a product; nor is a part times itself.
@@ -128,7 +128,7 @@ def _is_joined(axis: Axis) -> bool:
     return axis.kind == "concatenation" or any(map(_is_joined, axis.parts))
 
 
-def runs_of(axis: Axis, cut: Cut | None, numbers: Numbers, rank: int) -> Runs | None:
+def runs_of(axis: Axis, cut: Cut | None, numbers: StripNumbers, rank: int) -> Runs | None:
     """The indices of an axis that a rank holds; None: all, whatever the rank."""
     if cut is None or not (numbers.leaves(axis) & cut.parts.keys()):
         return None
@@ -144,13 +144,13 @@ def rows_expected(axis: Axis, number: int, route: Route, cut: Cut, rank: int) ->
     return ((first, last),) if first < last else ()
 
 
-def num_runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> int:
+def num_runs(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> int:
     """How many runs of an axis a rank holds, as in `runs_of` but not one after another."""
     routed = numbers.route(axis, cut)
     return len(rows_expected(axis, *routed, cut, rank)) if routed is not None else _edges(axis, cut, numbers, rank)[0]
 
 
-def _edges(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> tuple[int, int, bool, bool]:
+def _edges(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> tuple[int, int, bool, bool]:
     """How many runs a rank holds, and indices in them; whether the first begins where the axis does, and the last ends where that does."""
     if axis.kind is None:
         runs = stretch_of(axis, cut, numbers, rank)
@@ -169,11 +169,11 @@ def _edges(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> tuple[int, int,
     return count, size, begins, ends
 
 
-def _runs(axis: Axis, cut: Cut, numbers: Numbers, rank: int) -> Runs:
+def _runs(axis: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> Runs:
     return runs_in(axis, lambda leaf: stretch_of(leaf, cut, numbers, rank), lambda part: part.size)
 
 
-def stretch_of(leaf: Axis, cut: Cut, numbers: Numbers, rank: int) -> Runs:
+def stretch_of(leaf: Axis, cut: Cut, numbers: StripNumbers, rank: int) -> Runs:
     """What a rank holds of an axis without parts: one run, or none."""
     strip, first, size = leaf.key
     number = numbers.of.get(strip)

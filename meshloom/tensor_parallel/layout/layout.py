@@ -24,7 +24,7 @@ Axes = tuple[Axis, ...]  # one per dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mapped:
+class MappedNode:
     """A node with its factor map: label -> axis. whole: labels that must not be cut, those included whose dims did not fit together."""
 
     node: Node
@@ -41,7 +41,7 @@ class Layout:
     program: Program
     values: Mapping[str, tuple[Axes, ...]]
     metas: Mapping[str, tuple[Meta, ...]]
-    mapped: Mapping[str, Mapped]
+    mapped: Mapping[str, MappedNode]
     routes: tuple[Route, ...] = ()
 
     @cached_property
@@ -76,7 +76,7 @@ def _followed(program: Program, rules: Rules, square: Mapping[str, int]) -> Layo
     for name, constant in program.constants.items():
         values[name] = (_fresh(tuple(constant.shape)),)
         metas[name] = (Meta(shape=tuple(constant.shape), dtype=constant.dtype, stride=strides_of(constant), requires_grad=False),)
-    mapped: dict[str, Mapped] = {}
+    mapped: dict[str, MappedNode] = {}
     known: dict[Hashable, Factors | None] = {}
     for node in program.nodes:
         metas[node.name] = node.outputs
@@ -138,7 +138,7 @@ def _square(layout: Layout) -> Iterator[tuple[str, int]]:
                 yield name, number
 
 
-def _strips_of(mapped: Mapped, labels: Iterable[str]) -> set[Strip]:
+def _strips_of(mapped: MappedNode, labels: Iterable[str]) -> set[Strip]:
     return {leaf.strip for label in labels for leaf in mapped.labels[label].leaves() if leaf.size > 1}
 
 
@@ -178,7 +178,7 @@ def _fresh(shape: tuple[int, ...]) -> Axes:
     return tuple(Axis(size) for size in shape)
 
 
-def _map(node: Node, factors: Factors, operands: list[Axes]) -> Mapped:
+def _map(node: Node, factors: Factors, operands: list[Axes]) -> MappedNode:
     """A label is the axis of the first operand that has it. Where another one is not the same, it has to be whole."""
     sizes = _sizes(factors, operands)
     labels: dict[str, Axis] = {}
@@ -190,7 +190,7 @@ def _map(node: Node, factors: Factors, operands: list[Axes]) -> Mapped:
                 whole.update(labels_in(term))
     for label, size in sizes.items():
         labels.setdefault(label, Axis(size))
-    return Mapped(node=node, factors=factors, labels=labels, whole=frozenset(whole), apart=frozenset(_apart(factors)))
+    return MappedNode(node=node, factors=factors, labels=labels, whole=frozenset(whole), apart=frozenset(_apart(factors)))
 
 
 def _sizes(factors: Factors, operands: list[Axes]) -> dict[str, int]:

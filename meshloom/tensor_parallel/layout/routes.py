@@ -45,7 +45,7 @@ class Route:
         return number > self.after and (not self.path or path == self.path or path.startswith(f"{self.path}."))
 
 
-class Mapped(Protocol):
+class RoutedNode(Protocol):
     """A node with its factor map, as a layout has it."""
 
     @property
@@ -69,7 +69,7 @@ def key_of(axis: Axis) -> tuple[Key, ...]:
     return tuple(leaf.key for leaf in axis.leaves())
 
 
-def routes_of(program: Program, mapped: Mapping[str, Mapped]) -> tuple[Route, ...]:
+def routes_of(program: Program, mapped: Mapping[str, RoutedNode]) -> tuple[Route, ...]:
     """The routes of a program. Parameters that are looked up by the same value have one axis of groups."""
     numbers = {node.name: number for number, node in enumerate(program.nodes)}
     lookups = list(_lookups(program, mapped))
@@ -90,7 +90,7 @@ def routes_of(program: Program, mapped: Mapping[str, Mapped]) -> tuple[Route, ..
     return tuple(found)
 
 
-def _lookups(program: Program, mapped: Mapping[str, Mapped]) -> Iterator[tuple[str, Mapped, bool]]:
+def _lookups(program: Program, mapped: Mapping[str, RoutedNode]) -> Iterator[tuple[str, RoutedNode, bool]]:
     """Value that says whose a row is, the node that looks a parameter up by it, and whether that has a matrix (or more) for each group."""
     held = {each.value for each in program.parameters.values()}
     for node in program.nodes:

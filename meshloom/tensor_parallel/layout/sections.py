@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from meshloom.comm.pieces import Pieces, Runs
 from meshloom.tensor_parallel.layout.axes import Axis, Key
-from meshloom.tensor_parallel.layout.cuts import Numbers, rows_expected, runs_in, stretch_of
+from meshloom.tensor_parallel.layout.cuts import StripNumbers, rows_expected, runs_in, stretch_of
 from meshloom.tensor_parallel.layout.layout import Axes
 from meshloom.tensor_parallel.layout.placement import Cut
 
@@ -22,7 +22,7 @@ from meshloom.tensor_parallel.layout.placement import Cut
 class Sections:
     """Of the axes of one program. cuts: number of an axis -> all cuts that there are of it."""
 
-    def __init__(self, numbers: Numbers, cuts: Mapping[int, Sequence[Cut]], num_ranks: int) -> None:
+    def __init__(self, numbers: StripNumbers, cuts: Mapping[int, Sequence[Cut]], num_ranks: int) -> None:
         self._numbers = numbers
         self._cuts = cuts
         self._num_ranks = num_ranks

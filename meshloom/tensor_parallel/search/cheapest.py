@@ -24,12 +24,12 @@ from meshloom.tensor_parallel.search.coordinate_descent import descend
 from meshloom.tensor_parallel.search.milp import GAP, cheapest_integers
 from meshloom.tensor_parallel.search.shared_change import Change, cost_of, kept_of
 
-ROUNDS = 60  # of moving shares; what is found then is as far from the best as `Found` says
+ROUNDS = 60  # of moving shares; what is found then is as far from the best as `Combination` says
 SAME = 1e-9  # relative: sums of the same numbers in another order
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Combination:
     """values: of each unknown. total: what they cost. bound: what any combination costs, or more; -inf: not known. bounds: see `with_each`."""
 
     values: tuple[int, ...]
@@ -48,7 +48,7 @@ class Found:
         return self.bounds()
 
 
-def cheapest(own: Sequence[Floats], changes: Sequence[Change]) -> Found | None:
+def cheapest(own: Sequence[Floats], changes: Sequence[Change]) -> Combination | None:
     """The cheapest value for every unknown. own: [its values], what each takes by itself; inf: cannot be. None: there is no combination."""
     kept = [np.flatnonzero(np.isfinite(each)) for each in own]
     shares = [_even(change) for change in changes]
@@ -64,14 +64,14 @@ def cheapest(own: Sequence[Floats], changes: Sequence[Change]) -> Found | None:
                 return None
             values = descend(own, changes, start)
             bounds = lambda: [np.full(len(each), -math.inf) for each in own]  # noqa: E731
-            return Found(values=values, total=cost_of(values, own, changes), bound=-math.inf, bounds=bounds)
+            return Combination(values=values, total=cost_of(values, own, changes), bound=-math.inf, bounds=bounds)
         if math.isinf(least.total):
             return found
         values = tuple(int(keep[value]) for keep, value in zip(kept, least.values(), strict=False))
         total = cost_of(values, own, changes)
         best_values = values if found is None or total < best else found.values
         best = min(best, total)
-        found = Found(values=best_values, total=best, bound=min(least.total, best), bounds=partial(_bounds, own, kept, least, best))
+        found = Combination(values=best_values, total=best, bound=min(least.total, best), bounds=partial(_bounds, own, kept, least, best))
         if exact or best - least.total <= SAME * abs(best):
             return found
         kept = [keep[low[keep] <= best + SAME * abs(best)] for keep, low in zip(kept, found.with_each, strict=True)]

@@ -18,14 +18,14 @@ from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, default_rates, rates_here
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.forms import alike
-from meshloom.tensor_parallel.layout.cuts import Numbers, pieces_of
+from meshloom.tensor_parallel.layout.cuts import StripNumbers, pieces_of
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import Placement, cut_of
 from meshloom.tensor_parallel.search.problem import Held, NoWayError, Problem
 from meshloom.tensor_parallel.search.strategies import Strategy
 
 __all__ = [
-    "Choice",
+    "DivisionChoice",
     "Held",
     "Rates",
     "changes_of",
@@ -40,7 +40,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class DivisionChoice:
     """How a program is divided. strategies: node -> its own. variables: value of a parameter, buffer, input or constant -> placement.
 
     seconds: what was minimised. chosen: 1 if blocks that are alike were divided alike, else 0; then which of its options each variable and node has, in order.
@@ -49,7 +49,7 @@ class Choice:
 
     num_ranks: int
     layout: Layout
-    numbers: Numbers
+    numbers: StripNumbers
     strategies: Mapping[str, Strategy]
     variables: Mapping[str, Placement]
     seconds: float
@@ -74,7 +74,7 @@ def choose(
     placements: Mapping[str, str] | None = None,
     memory_bytes: float | None = None,
     priced: Mapping[str, Cost] | None = None,
-) -> Choice:
+) -> DivisionChoice:
     """The cheapest way for `num_ranks` ranks to compute a program's loss.
 
     rates: default is `default_rates` of the device; `rates_for` gives this machine's.
@@ -104,12 +104,12 @@ def rates_for(program: Program, num_ranks: int) -> Rates:
     return rates_here(program.device.type, num_ranks, dtype)
 
 
-def numbers_of_choice(choice: Choice) -> list[int]:
+def numbers_of_choice(choice: DivisionChoice) -> list[int]:
     """A choice as numbers, to be told to other ranks."""
     return list(choice.chosen)
 
 
-def digest_of_choice(choice: Choice) -> str:
+def digest_of_choice(choice: DivisionChoice) -> str:
     """A short hash of a program and of how it is divided: equal for choices that are the same, in any process."""
     facts = [choice.layout.program.digest(), str(choice.num_ranks), *map(repr, choice.variables.items()), *map(repr, choice.strategies.items())]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
@@ -117,14 +117,16 @@ def digest_of_choice(choice: Choice) -> str:
 
 def choice_of_numbers(
     layout: Layout, num_ranks: int, numbers: Sequence[int], *, held: Held | None = None, placements: Mapping[str, str] | None = None
-) -> Choice:
+) -> DivisionChoice:
     """The choice that another rank made for the same program, under the same `held` and `placements`."""
     alike, *taken = numbers
     pins = None if held is not None else placements
     return _choice(Problem(layout, num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(alike)), taken, 0.0)
 
 
-def choice_in(layout: Layout, choice: Choice, *, held: Held | None = None, placements: Mapping[str, str] | None = None) -> Choice | None:
+def choice_in(
+    layout: Layout, choice: DivisionChoice, *, held: Held | None = None, placements: Mapping[str, str] | None = None
+) -> DivisionChoice | None:
     """The same choice for the same program in another precision, where casts may have other ways to be computed. None: one of its ways is not there."""
     pins = None if held is not None else placements
     problem = Problem(layout, choice.num_ranks, rates=Rates(), held=held, pins=pins, alike=bool(choice.chosen[0]))
@@ -134,7 +136,7 @@ def choice_in(layout: Layout, choice: Choice, *, held: Held | None = None, place
     return _choice(problem, numbers, choice.seconds, choice.is_proved) if -1 not in numbers else None
 
 
-def choice_resized(layout: Layout, choice: Choice, *, held: Held) -> Choice | None:
+def choice_resized(layout: Layout, choice: DivisionChoice, *, held: Held) -> DivisionChoice | None:
     """The same choice for the same program at other sizes, with parameters held as they are. None: its ways there are others."""
     there = choice_in(choice.layout, choice, held=held)
     if there is None:
@@ -147,7 +149,7 @@ def choice_resized(layout: Layout, choice: Choice, *, held: Held) -> Choice | No
     return made if same else None
 
 
-def changes_of(choice: Choice) -> Iterable[tuple[str, Placement, Placement]]:
+def changes_of(choice: DivisionChoice) -> Iterable[tuple[str, Placement, Placement]]:
     """Every change of placement that a choice asks for: (value, from, to), each once."""
     seen: dict[tuple[str, Placement], None] = {}
     program = choice.layout.program
@@ -158,9 +160,9 @@ def changes_of(choice: Choice) -> Iterable[tuple[str, Placement, Placement]]:
     return [(value, choice.placement(value), wanted) for value, wanted in seen]
 
 
-def _choice(problem: Problem, numbers: Sequence[int], seconds: float, is_proved: bool = True) -> Choice:
+def _choice(problem: Problem, numbers: Sequence[int], seconds: float, is_proved: bool = True) -> DivisionChoice:
     split = len(problem.options)
-    return Choice(
+    return DivisionChoice(
         num_ranks=problem.num_ranks,
         layout=problem.layout,
         numbers=problem.numbers,

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshloom.tensor_parallel.search.bucket_elimination import Floats
-from meshloom.tensor_parallel.search.cheapest import SAME, Found, cheapest
+from meshloom.tensor_parallel.search.cheapest import SAME, Combination, cheapest
 from meshloom.tensor_parallel.search.milp import GAP, OutOfTimeError, cheapest_integers
 from meshloom.tensor_parallel.search.shared_change import Change, cost_of, kept_of
 
@@ -30,13 +30,13 @@ class LimitError(Exception):
 
 def cheapest_within(
     own: Sequence[Floats], changes: Sequence[Change], own_bytes: Sequence[Floats], change_bytes: Sequence[Floats], limit: float
-) -> Found | None:
+) -> Combination | None:
     """The cheapest value for every unknown that together take `limit` bytes or less. own, changes: as for `cheapest`.
 
     own_bytes, change_bytes: what each takes of the limit, in the same shapes. Raises `LimitError` if none does. None: there is no combination.
     """
 
-    def at(price: float, seconds: float = 1.0) -> Found | None:
+    def at(price: float, seconds: float = 1.0) -> Combination | None:
         """The cheapest at a price of seconds per byte."""
         return cheapest(*_priced(own, changes, own_bytes, change_bytes, price, seconds))
 
@@ -68,12 +68,12 @@ def cheapest_within(
 
 def _between(
     own: Sequence[Floats], changes: Sequence[Change], own_bytes: Sequence[Floats], change_bytes: Sequence[Floats], limit: float,
-    under: Sequence[int], priced: Found, price: float,
-) -> Found:  # fmt: skip
+    under: Sequence[int], priced: Combination, price: float,
+) -> Combination:  # fmt: skip
     """The best of what can still be better than `under`. priced: the cheapest at `price`."""
     total = cost_of(under, own, changes)
     bound = priced.bound - price * limit
-    best = Found(values=tuple(under), total=total, bound=bound, bounds=tuple)
+    best = Combination(values=tuple(under), total=total, bound=bound, bounds=tuple)
     least_gain = GAP * abs(total)
     if total - bound <= least_gain:
         return best

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from meshloom.core.errors import PlanError
 from meshloom.program.ir.lines import describe_line
-from meshloom.tensor_parallel.layout.cuts import Numbers
+from meshloom.tensor_parallel.layout.cuts import StripNumbers
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import Cut, Part, Placement
 from meshloom.tensor_parallel.search.uses import Uses
@@ -29,7 +29,7 @@ class Pins:
     A pattern means the modules of that name and all that is in them. Raises `PlanError` for one that matches nothing or cannot be followed.
     """
 
-    def __init__(self, layout: Layout, numbers: Numbers, cuts: Mapping[int, list[Cut]], num_ranks: int, pins: Mapping[str, str]) -> None:
+    def __init__(self, layout: Layout, numbers: StripNumbers, cuts: Mapping[int, list[Cut]], num_ranks: int, pins: Mapping[str, str]) -> None:
         self._layout = layout
         self._numbers = numbers
         self._uses = Uses(layout, numbers, cuts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from meshloom.program.cost.iterations import constants_of, iterations_of
 from meshloom.program.ir.nodes import Node, Ref
 from meshloom.tensor_parallel.layout.axes import Axis
-from meshloom.tensor_parallel.layout.cuts import Numbers
+from meshloom.tensor_parallel.layout.cuts import StripNumbers
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import Cut
 
@@ -33,7 +33,7 @@ class Repeats:
         return self.axes.get(number, number)
 
 
-def repeats_of(layout: Layout, numbers: Numbers, marks: Mapping[str, object] | None = None, loops: bool = True) -> Repeats:
+def repeats_of(layout: Layout, numbers: StripNumbers, marks: Mapping[str, object] | None = None, loops: bool = True) -> Repeats:
     """The repeated blocks of a program. Where counterparts do not fit together, blocks stand for themselves.
 
     marks: of values; those with unlike marks are not counterparts. loops: iterations are blocks, too.
@@ -45,7 +45,7 @@ def repeats_of(layout: Layout, numbers: Numbers, marks: Mapping[str, object] | N
     return Repeats()
 
 
-def _found(layout: Layout, numbers: Numbers, marks: Mapping[str, object], *, joined: bool, loops: bool) -> Repeats:
+def _found(layout: Layout, numbers: StripNumbers, marks: Mapping[str, object], *, joined: bool, loops: bool) -> Repeats:
     """joined: where what a block gives is the next one's input, on an axis of its own, all of these axes are one.
 
     0 -> block -> 1 -> block -> 2        1 stands for 0, as it is what the second is given, and 2 for 1: so both stand for 0
@@ -110,7 +110,7 @@ def _containers(nodes: Sequence[Node]) -> dict[str, dict[int, list[tuple[Node, s
 
 
 def _match(
-    layout: Layout, numbers: Numbers, first: Sequence[tuple[Node, str]], other: Sequence[tuple[Node, str]], marks: Mapping[str, object]
+    layout: Layout, numbers: StripNumbers, first: Sequence[tuple[Node, str]], other: Sequence[tuple[Node, str]], marks: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[int, int]] | None:
     """Counterparts of the values and axes of `other` in `first`."""
     if len(first) != len(other):
@@ -149,7 +149,7 @@ def _match(
     return values, axes
 
 
-def _pair(mine: Axis, theirs: Axis, numbers: Numbers, axes: dict[int, int]) -> bool:
+def _pair(mine: Axis, theirs: Axis, numbers: StripNumbers, axes: dict[int, int]) -> bool:
     leaves = list(mine.leaves()), list(theirs.leaves())
     if [_stretch(leaf) for leaf in leaves[0]] != [_stretch(leaf) for leaf in leaves[1]]:
         return False
@@ -161,7 +161,7 @@ def _stretch(leaf: Axis) -> tuple[int, int, int]:
     return leaf.strip.size, leaf.start, leaf.size
 
 
-def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numbers: Numbers) -> bool:
+def _collapses(tensors: Sequence[Sequence[Axis]], moved: Mapping[int, int], numbers: StripNumbers) -> bool:
     """Whether two axes of one value would stand for the same."""
     for axes in tensors:
         found = {number for axis in axes for number in numbers.leaves(axis)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from meshloom.program.cost.cost import Cost, Kept
+from meshloom.program.cost.cost import Cost, SavedTensor
 from meshloom.program.ir.nodes import Node
 from meshloom.tensor_parallel.layout.layout import Layout
 
@@ -30,7 +30,7 @@ def kept_within(layout: Layout, costs: Mapping[str, Cost]) -> dict[str, int]:
     return found
 
 
-def _kept(layout: Layout, costs: Mapping[str, Cost]) -> Iterator[tuple[Node, Kept, str | None]]:
+def _kept(layout: Layout, costs: Mapping[str, Cost]) -> Iterator[tuple[Node, SavedTensor, str | None]]:
     """Everything kept: by which node, and through which of its operands (None: through none). Without what is there anyway."""
     program = layout.program
     given = {each.value for each in (*program.parameters.values(), *program.buffers.values(), *program.inputs)} | set(program.constants)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from meshloom.program.ir.nodes import Node
 from meshloom.tensor_parallel.layout.axes import Axis
-from meshloom.tensor_parallel.layout.cuts import Numbers, covers, num_runs
-from meshloom.tensor_parallel.layout.layout import Axes, Layout, Mapped
+from meshloom.tensor_parallel.layout.cuts import StripNumbers, covers, num_runs
+from meshloom.tensor_parallel.layout.layout import Axes, Layout, MappedNode
 from meshloom.tensor_parallel.layout.placement import INVARIANT, PARTIAL, REPLICATED, Cut, Part, Placement
 from meshloom.tensor_parallel.layout.routes import ANY_ROWS
 from meshloom.tensor_parallel.layout.sections import Sections
@@ -38,12 +38,12 @@ class Strategy:
     talks: tuple[Talk, ...] = ()
 
 
-def placed(axes: Iterable[Axes], cut: Cut, numbers: Numbers) -> Part:
+def placed(axes: Iterable[Axes], cut: Cut, numbers: StripNumbers) -> Part:
     """Part by `cut`; replicated if the value has none of its axes."""
     return Part(cut) if any(numbers.leaves(axis) & cut.parts.keys() for each in axes for axis in each) else REPLICATED
 
 
-def strategies_of(node: Node, layout: Layout, numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> Iterator[Strategy]:
+def strategies_of(node: Node, layout: Layout, numbers: StripNumbers, cuts: Mapping[int, list[Cut]]) -> Iterator[Strategy]:
     """Every way to compute a node. cuts: by the axes that they cut."""
     count = sum(1 for _ in node.operands())
     yield Strategy(operands=(INVARIANT,) * count, output=INVARIANT)
@@ -74,7 +74,7 @@ def _is_pick(node: Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
 
 
-def cuts_of(axes: Iterable[Axis], numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
+def cuts_of(axes: Iterable[Axis], numbers: StripNumbers, cuts: Mapping[int, list[Cut]]) -> list[Cut]:
     """The cuts of some of these axes, of those that do the same to all of them the first.
 
     An axis that all layers have may be cut together with one that each has for itself (the padding of its convolution): where only the first is, these are one cut.
@@ -88,7 +88,7 @@ def cuts_of(axes: Iterable[Axis], numbers: Numbers, cuts: Mapping[int, list[Cut]
     return list(found.values())
 
 
-def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut) -> Strategy | None:
+def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, cut: Cut) -> Strategy | None:
     factors = mapped.factors
     touched = {label: numbers.leaves(axis) & cut.parts.keys() for label, axis in mapped.labels.items()}
     touched = {label: axes for label, axes in touched.items() if axes}
@@ -133,7 +133,7 @@ def _cut(node: Node, mapped: Mapped, layout: Layout, numbers: Numbers, cut: Cut)
     return Strategy(operands=tuple(operands), output=result, work=work, cut=cut, talks=talks)
 
 
-def _held_whole(touched: Mapping[str, frozenset[int]], mapped: Mapped) -> bool:
+def _held_whole(touched: Mapping[str, frozenset[int]], mapped: MappedNode) -> bool:
     """Whether a label is cut that has to be whole. Rows and their groups may be cut together."""
     blocked = touched.keys() & mapped.whole
     routed = mapped.factors.routed
@@ -142,7 +142,7 @@ def _held_whole(touched: Mapping[str, frozenset[int]], mapped: Mapped) -> bool:
     return bool(blocked)
 
 
-def _is_reached(node: Node, layout: Layout, numbers: Numbers, axes: Iterable[Axis], cut: Cut) -> bool:
+def _is_reached(node: Node, layout: Layout, numbers: StripNumbers, axes: Iterable[Axis], cut: Cut) -> bool:
     """Whether a node can know which rows are sent to a rank, if rows are cut so."""
     routes = [found[1] for axis in axes if (found := numbers.route(axis, cut)) is not None]
     return all(route.reaches(layout.order[node.name], node.path) for route in routes)
@@ -156,7 +156,7 @@ def _can_be_any(routed: set[str], node: Node, factors: Factors) -> bool:
     return routed <= given and not routed & alone and not node.num_draws and takes_any
 
 
-def _clash(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: Cut) -> bool:
+def _clash(touched: Mapping[str, frozenset[int]], mapped: MappedNode, cut: Cut) -> bool:
     """Whether two labels that multiply are cut, so that a part of one with a part of the other is not all there is."""
     names = list(touched)
     return any(
@@ -166,7 +166,7 @@ def _clash(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: Cut) -> b
     )
 
 
-def _largest_share(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: Cut, numbers: Numbers) -> float:
+def _largest_share(touched: Mapping[str, frozenset[int]], mapped: MappedNode, cut: Cut, numbers: StripNumbers) -> float:
     """What the busiest rank has of the cut strips, as far as the labels are stretches of them."""
     leaves = [leaf for label in touched for leaf in mapped.labels[label].leaves() if leaf.strip in numbers.of]
     found = dict.fromkeys((numbers.of[leaf.strip], leaf.start, leaf.stop) for leaf in leaves)
@@ -181,7 +181,7 @@ def _largest_share(touched: Mapping[str, frozenset[int]], mapped: Mapped, cut: C
     return max(shares) / together(stop - start for _, start, stop in stretches)
 
 
-def facts_of_ways(node: Node, layout: Layout, numbers: Numbers, *, weighed: bool) -> Hashable | None:
+def facts_of_ways(node: Node, layout: Layout, numbers: StripNumbers, *, weighed: bool) -> Hashable | None:
     """All that the ways to compute a node depend on. None: on where it is in the program, too. weighed: whether it has to do with parameters."""
     mapped = layout.mapped.get(node.name)
     if numbers.routes:

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshloom.program.ir.nodes import Node, operator_name
 from meshloom.program.ir.program import Program
-from meshloom.tensor_parallel.layout.cuts import Numbers
+from meshloom.tensor_parallel.layout.cuts import StripNumbers
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import Cut, Placement
 from meshloom.tensor_parallel.rules.factors import labels_in
@@ -20,7 +20,7 @@ class Uses:
     experts: axes of parameters along which there are several to choose from, or to compute with side by side.
     """
 
-    def __init__(self, layout: Layout, numbers: Numbers, cuts: Mapping[int, list[Cut]]) -> None:
+    def __init__(self, layout: Layout, numbers: StripNumbers, cuts: Mapping[int, list[Cut]]) -> None:
         self._layout = layout
         self._numbers = numbers
         self._cuts = cuts

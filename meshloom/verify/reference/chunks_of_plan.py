@@ -16,7 +16,7 @@ from meshloom.core.random import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class ReferenceShare:
     """What one forward of the reference computes: samples, and which chunks of the plan they are."""
 
     key: int  # the chunk whose seed decides the draws
@@ -25,7 +25,7 @@ class Share:
     rows: Rows | None = None  # of a larger chunk's draws
 
 
-def shares_of(plan: Plan, samples: Sequence[Any], shares: Sequence[int] | None, synchronised: bool = True) -> Iterator[Share]:
+def shares_of(plan: Plan, samples: Sequence[Any], shares: Sequence[int] | None, synchronised: bool = True) -> Iterator[ReferenceShare]:
     """Non-empty shares in order of execution.
 
     shares: of the replicas in this step, where they change during the run; None: the plan's. synchronised: whether the plan's setting for batch
@@ -44,16 +44,16 @@ def shares_of(plan: Plan, samples: Sequence[Any], shares: Sequence[int] | None, 
     if synchronised and plan.sync_batch_norm:
         for j in range(m):
             members = [(chunk, pieces[chunk]) for chunk in range(j, dp * m, m)]
-            yield Share(key=j, samples=[sample for _, piece in members for sample in piece], members=members)
+            yield ReferenceShare(key=j, samples=[sample for _, piece in members for sample in piece], members=members)
     else:
         for chunk, piece in enumerate(pieces):
             members = [(chunk, piece)] if piece else []
             if piece and plan.sync_batch_norm:  # as a replica does that keeps its statistics to itself
                 together = sizes[chunk % m :: m]
                 rows = Rows(sum(together[: chunk // m]), sizes[chunk], sum(together))
-                yield Share(key=chunk % m, samples=piece, members=members, rows=rows)
+                yield ReferenceShare(key=chunk % m, samples=piece, members=members, rows=rows)
             elif piece:
-                yield Share(key=chunk, samples=piece, members=members)
+                yield ReferenceShare(key=chunk, samples=piece, members=members)
 
 
 def _sizes(plan: Plan, num_samples: int, changed: Sequence[int] | None) -> list[int]:

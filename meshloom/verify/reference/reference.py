@@ -26,7 +26,7 @@ from meshloom.core.compiled import named_as_written
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, model_seed, preserved_draws, seed_everything
-from meshloom.verify.reference.chunks_of_plan import Share, as_sum, shares_of
+from meshloom.verify.reference.chunks_of_plan import ReferenceShare, as_sum, shares_of
 from meshloom.verify.reference.merging import Merging
 from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, thin
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_values
@@ -140,7 +140,7 @@ class Reference:
             self._loss_sum = self._weight = 0.0
             self.model.zero_grad(set_to_none=True)
             start = self._merging.now()
-            wrote: list[tuple[Share, dict[str, Tensor]]] = []
+            wrote: list[tuple[ReferenceShare, dict[str, Tensor]]] = []
             for share in self._shares():
                 self._merging.put(start)
                 ran = self._run(share)
@@ -198,7 +198,7 @@ class Reference:
     def whole_batch(self) -> Iterator[tuple[Gradients, StepRecord]]:
         """Between `run` and `update`, the step's batch as one chunk: the averaged gradients by chunks, and the record of it, while `gradients` are its own."""
         with self._again() as chunked:
-            share = Share(key=0, samples=self._samples, members=[(0, self._samples)])
+            share = ReferenceShare(key=0, samples=self._samples, members=[(0, self._samples)])
             ran = self._run(share)
             self._divide(ran.weight)
             yield (
@@ -299,12 +299,12 @@ class Reference:
             self._divide(weight)
             return thin(self.gradients)
 
-    def _shares(self, synchronised: bool = True) -> Iterator[Share]:
+    def _shares(self, synchronised: bool = True) -> Iterator[ReferenceShare]:
         """Of the last step's batch."""
         changed = [shares for first, shares in self._recorded_shares if first <= self._number]
         return shares_of(self.plan, self._samples, changed[-1] if changed else None, synchronised)
 
-    def _run(self, share: Share) -> _Ran:
+    def _run(self, share: ReferenceShare) -> _Ran:
         batch = convert(self._collate(share.samples, share.key), self.device, self.dtype)
         seed_everything(chunk_seed(self.job.seed, self._number, share.key))
         draws: list[str] = []
@@ -317,7 +317,7 @@ class Reference:
         modules = self._watch.stop()
         return _Ran(loss_sum=float(loss_sum.detach()), weight=float(weight), seed=started_with, draws=tuple(draws), modules=modules)
 
-    def _buffers_after(self, share: Share, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _buffers_after(self, share: ReferenceShare, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a chunk makes of other buffers; nothing else is changed by it."""
         going_on = {name: value.detach().clone() for name, value in self.model.named_buffers()}
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
@@ -334,7 +334,7 @@ class Reference:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-    def _chunk_records(self, share: Share, ran: _Ran) -> Iterator[ChunkRecord]:
+    def _chunk_records(self, share: ReferenceShare, ran: _Ran) -> Iterator[ChunkRecord]:
         """One record per chunk of the plan; the first of those that share a forward carries its loss, draws and modules."""
         for index, samples in share.members:
             first = index == share.members[0][0]
