@@ -195,7 +195,7 @@ def transformer() -> None:
         sizes = [sum(each.numel() for each in part.values()) for part in parts]
         print(f"  {'elements in all':<34}{sum(each.numel() for each in whole.parameters()):<12}" + "".join(f"{size:<12}" for size in sizes))
         print("\nWhat was chosen, and what a chunk sends.\n")
-        part = trainer.replicas[0].staged.division.first
+        part = trainer.replicas[0].engine.division.first
         account = text_of(account_of(part, costs(part.choice.layout.program)))
         print("\n".join(f"  {line}" for line in account.splitlines() if not line.startswith("Whole: ")))  # norms and biases, and why
         after = [trainer.step(batch) for batch in trainer.batches()]

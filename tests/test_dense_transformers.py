@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import meshloom.replica.staged
+import meshloom.replica.program_engine
 from meshloom.comm.recording import Count
 from meshloom.core.job import Job
 from meshloom.program.cost.rates import Rates
@@ -106,8 +106,7 @@ def step_of(dense: Dense) -> tuple[list[Sent], Mapping[str, str], Mapping[str, f
         batches = trainer.batches()
         trainer.step(next(batches))  # the first step also sends what later ones need
         replica = trainer.replicas[0]
-        assert replica.staged
-        group, division = replica.seat.groups["tp"], replica.staged.division
+        group, division = replica.seat.groups["tp"], replica.engine.division
         before = dict(group.counts)
         trainer.step(next(batches))
         batches.close()
@@ -146,7 +145,7 @@ def test_a_block_is_divided_but_for_its_norms_and_sums_each_pair_once_per_direct
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_with_parts_of_the_sequence_the_volume_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meshloom.replica.staged, "Division", partial(Division, rates=BY_SEQUENCE))
+    monkeypatch.setattr(meshloom.replica.program_engine, "Division", partial(Division, rates=BY_SEQUENCE))
     dense = DENSE[name]
     sent, paths, shares, again = step_of(dense)
     size = BATCH * dense.length * WIDTH * 4

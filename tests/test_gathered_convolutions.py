@@ -76,8 +76,7 @@ def test_ranks_that_talk_as_they_compute_train_like_one_device(placements: str, 
             for batch in trainer.batches():
                 trainer.step(batch)
             states.append(trainer.together(lambda replica: replica.whole_state())[0])
-            staged = trainer.replicas[0].staged
-            division = staged.division if staged else None
+            division = trainer.replicas[0].engine.division
         if division:
             assert max((len(each.layers) for each in layers_in(division.first.programs[0])), default=0) >= at_least
     for name, one in states[0].items():

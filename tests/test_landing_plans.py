@@ -75,11 +75,11 @@ def test_in_a_plan_with_several_chunks_the_weights_of_linear_layers_are_made_in_
         landed.clear()
         with Trainer(make_job("gpt", "sgd"), f"{plan},tp_placements=blocks.*.qkv:heads", devices="simulated") as trainer:
             trainer.step(next(iter(trainer.batches())))
-            staged = trainer.replicas[0].staged
-            assert staged is not None and staged.division is not None
+            division = trainer.replicas[0].engine.division
+            assert division is not None
             model: Any = trainer.replicas[0].model
             layers = [each for each in model.blocks.modules() if isinstance(each, nn.Linear)]  # the head's weight is changed before it is used
-            plain = staged.division.first.programs[0]
+            plain = division.first.programs[0]
             assert not any(isinstance(node.target, LandedLinear) for node in plain.nodes)  # what ranks compare and verification runs
         expected = {} if lands is None else {id(each.weight): lands for each in layers}
         assert {key: value for key, value in landed.items() if key in {id(each.weight) for each in layers}} == expected

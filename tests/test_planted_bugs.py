@@ -13,7 +13,7 @@ from torch import Tensor
 
 import meshloom.data.map_data
 import meshloom.optimizer.updater
-import meshloom.replica.replica
+import meshloom.replica.chunk_scope
 from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
@@ -127,8 +127,8 @@ def tied_twice_in_the_norm(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
 
 def same_masks(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    chunk_seed = meshloom.replica.replica.chunk_seed
-    monkeypatch.setattr(meshloom.replica.replica, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, chunk % plan.microbatches))
+    chunk_seed = meshloom.replica.chunk_scope.chunk_seed
+    monkeypatch.setattr(meshloom.replica.chunk_scope, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, chunk % plan.microbatches))
 
 
 def stale_gradient(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:

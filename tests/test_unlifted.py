@@ -19,6 +19,7 @@ from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.capture.unlifted import unlifted
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
+from meshloom.replica.program_engine import ProgramEngine
 from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -71,12 +72,12 @@ def job_of(model: Any) -> Job:
 def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
     """How every operator is computed along tp, or in which stage."""
     with Trainer(job, Plan.parse(plan), devices="simulated", dtype=dtype) as trainer:
-        staged = trainer.replicas[0].staged
-        assert staged is not None
-        if staged.division is not None:
-            return staged.division.first.choice.variables, staged.division.first.choice.strategies
-        assert staged.staging.choice is not None
-        return staged.staging.choice.stage_of
+        engine = trainer.replicas[0].engine
+        assert isinstance(engine, ProgramEngine)
+        if engine.division is not None:
+            return engine.division.first.choice.variables, engine.division.first.choice.strategies
+        assert engine.staging.choice is not None
+        return engine.staging.choice.stage_of
 
 
 @pytest.mark.long

@@ -133,10 +133,10 @@ def test_a_report_is_text_and_json():
 
 
 def test_a_failing_report_names_step_module_and_cause(monkeypatch):
-    import meshloom.replica.replica
+    import meshloom.replica.chunk_scope
 
-    chunk_seed = meshloom.replica.replica.chunk_seed
-    monkeypatch.setattr(meshloom.replica.replica, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, 0))
+    chunk_seed = meshloom.replica.chunk_scope.chunk_seed
+    monkeypatch.setattr(meshloom.replica.chunk_scope, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, 0))
     report = run(make_job("cnn", "sgd"), "dp=2")
     shown = text(report)
     assert not report.passed

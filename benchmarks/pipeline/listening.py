@@ -6,13 +6,14 @@ from functools import partial
 from typing import Any
 
 from meshloom.pipeline.runtime.run import Listener
+from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 
 
 def listen(replica: Replica, listener: Listener) -> None:
     """From now on, instead of what the trainer records."""
-    assert replica.staged
-    microbatches: Any = replica.staged.microbatches
+    assert isinstance(replica.engine, ProgramEngine)
+    microbatches: Any = replica.engine.microbatches
     microbatches.train = partial(_train, microbatches.train, listener)
 
 

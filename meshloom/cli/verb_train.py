@@ -16,6 +16,7 @@ from meshloom.core.timings import Timings
 from meshloom.launch.devices import choose_for_workers
 from meshloom.launch.environment import is_rank
 from meshloom.planner.staged_plan import stage_plan
+from meshloom.replica.program_engine import ProgramEngine
 from meshloom.report.progress import Listener
 from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary
 from meshloom.report.stages import lines_of, stages_record
@@ -101,11 +102,11 @@ def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
     model = trainer.asynchronous.model if trainer.asynchronous else trainer.replicas[0].model
     parameters = sum(each.numel() for each in model.parameters()) if trainer.asynchronous else trainer.replicas[0].num_parameters()
     announce_start(job, plan, model, parameters, trainer.steps, trainer.next_step, terminal)
-    staged = trainer.replicas[0].staged if trainer.replicas else None
-    division = staged.division if staged else None
+    engine = trainer.replicas[0].engine if trainer.replicas else None
+    division = engine.division if engine else None
     if division is not None and division.rates is not None:
         terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
-    staging = staged.staging if staged else None
+    staging = engine.staging if isinstance(engine, ProgramEngine) else None
     if staging is not None and staging.choice is not None and staging.rates is not None:
         crossings = [[each for stage in staging.first for each in stage.incoming]] * len(staging.sizes)
         found = stage_plan(plan, staging.schedule(len(staging.sizes)), staging.choice, crossings, staging.sizes, staging.rates)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshloom.comm.group import Group, Work
 from meshloom.core.errors import JobError
 from meshloom.core.loss import as_sum
 from meshloom.data.chunks import Chunk
@@ -15,18 +17,22 @@ from meshloom.data.chunks import Chunk
 class Tally:
     """sums: loss, weight, chunks, chunks whose loss was a mean over samples, ranks that were asked to stop; float64 [5].
 
-    stopping: whether any was, once the sums are those of all ranks.
+    stopping: whether any was, once the sums are those of all ranks. keeps_own: whether `own_divisor` will be asked for.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, keeps_own: bool = False) -> None:
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self._own = self.sums
         self.stopping = False
+        self._own = self.sums
+        self._keeps_own = keeps_own
+        self._stop_requests: Sequence[int] | None = None
+        self._work: Work | None = None
         self._one = {is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=device) for is_mean in (False, True)}
 
-    def begin(self) -> None:
-        """A new step."""
+    def begin(self, stop_requests: Sequence[int] | None = None) -> None:
+        """A new step. stop_requests: the signals that have asked this rank to stop, if ranks agree on that; more may come."""
         self.sums = torch.zeros_like(self.sums)
+        self._stop_requests = stop_requests
 
     def add(self, returned: Any, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | float]:
         """Of what the loss returned for a chunk: where backward starts, the sum and its weight.
@@ -40,13 +46,22 @@ class Tally:
         self.sums[2:4] += self._one[is_mean]
         return (loss / chunk.batch if is_mean else loss), loss, weight
 
-    def ask_to_stop(self) -> None:
-        """This rank was asked to."""
-        self.sums[4] = 1
+    def close(self) -> None:
+        """This rank adds no further chunk. Once a step, with what is added up anyway, it says that it was asked to stop: so all ranks know after the same step."""
+        if self._stop_requests:
+            self.sums[4] = 1
 
-    def keep_own(self) -> None:
-        """The sums are complete, and those of this replica alone."""
-        self._own = self.sums.clone()
+    def start(self, group: Group) -> None:
+        """The sums are those of this replica; start to make them those of all replicas, the ranks of `group`."""
+        if self._keeps_own:
+            self._own = self.sums.clone()
+        self._work = group.all_reduce(self.sums) if group.size > 1 else None
+
+    def wait(self) -> None:
+        """Until they are. Between `start` and this other ranks have their turn."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
     def own_divisor(self, batch: int) -> Tensor:
         """What this replica's gradients are still to be divided by to be the mean over its own share; 1 where the share has no weight."""

@@ -16,28 +16,26 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
 from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open_together
 from meshloom.checkpoint.tensor_file import Stream
-from meshloom.comm.group import Group, Work
+from meshloom.comm.group import Group
 from meshloom.comm.objects import agree, collect
 from meshloom.comm.seat import Seat
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.errors import CheckpointError, DataError, TrainingError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.core.loss import as_sum
 from meshloom.core.mesh import Axis
 from meshloom.core.modes import Modes
 from meshloom.core.plan import Plan
-from meshloom.core.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.core.timings import Timings
-from meshloom.data.data import Chunk, to_device
+from meshloom.data.data import Chunk
 from meshloom.data.pace import Pace
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
@@ -50,7 +48,7 @@ from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.sparse_gradients import WithSparse
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
-from meshloom.optimizer.sparse_parameters import make_dense, refuse_sparse_adam, sparse_parameters
+from meshloom.optimizer.sparse_parameters import make_dense
 from meshloom.optimizer.state import STATE
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import Made, make_optimizers
@@ -59,29 +57,17 @@ from meshloom.parameters.pipeline_ownership import held
 from meshloom.parameters.replica_check import bytes_per_comparison, first_difference
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
-from meshloom.pipeline.runtime.run import Both
 from meshloom.pipeline.schedules.spans import SpanKind
 from meshloom.program.store.stored import Stored
-from meshloom.replica.batch_norm import bytes_per_chunk, synchronise_batch_norm, unsynchronised
-from meshloom.replica.buffers import RunningStatistics
+from meshloom.replica.batch_norm import bytes_per_chunk, synchronise_batch_norm
+from meshloom.replica.chunk_scope import ChunkScope
+from meshloom.replica.engine import Engine
 from meshloom.replica.loss_sums import Tally
 from meshloom.replica.metrics import MetricSums
-from meshloom.replica.not_finite import find_not_finite
+from meshloom.replica.module_engine import ModuleEngine
+from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import why_separate
-from meshloom.replica.staged import Staged
 from meshloom.replica.trial_evaluation import naming
-
-
-class Observer(Protocol):
-    """Who looks on while a step runs (verification does)."""
-
-    def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[list[str] | None]:
-        """Entered around a chunk's forward and backward; yields a list to receive the digests of its random draws."""
-        ...
-
-    def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
-        """A chunk went forward and backward."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +120,6 @@ class Replica:
         self._updates = updates
         self._updating = False
         self.replicas = seat.groups["dp"]
-        self.observer: Observer | None = None
         self.stop_requests: Sequence[int] | None = None  # the signals that have asked this rank to stop, if ranks agree on that
         self.recorder: Recorder | None = None  # who notes when a pipeline's actions begin and end
         self.arrivals: deque[float] = deque(maxlen=1000)  # when each of the newest steps had nothing left to compute before the exchange
@@ -145,14 +130,17 @@ class Replica:
         if plan.reads:
             make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
-        self._frozen = [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
         self._num_parameters = sum(each.numel() for each in self.model.parameters())
         self._num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
-        self._tally = Tally(seat.device)
-        self.staged = Staged(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored) if plan.reads else None
+        self._tally = Tally(seat.device, keeps_own=plan.local)
+        self.engine: Engine = (
+            ProgramEngine(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored) if plan.reads else ModuleEngine(job, plan, seat)
+        )
+        self.scope = ChunkScope(job, plan, seat, self.model, dtype=dtype)
+        self._frozen: NamedParameters = []
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}  # what else is expected to have been handed over along them
@@ -161,7 +149,6 @@ class Replica:
         self.exchange: Exchange
         self.rounds: Rounds | None  # where replicas step by themselves
         self.updater: Updater
-        self.statistics: list[RunningStatistics]
 
     def prepare(self) -> Steps[None]:
         """Make sure all ranks hold the same job, start from rank 0's values, and build what the step needs."""
@@ -174,34 +161,25 @@ class Replica:
                     if axis != "dp":
                         self._sent[axis]["broadcast"] += self._copied_bytes
         whole = self.named
-        if self.staged:
-            with self.timings.of("parts and waiting"):
-                yield from self.staged.open(self.model)
-            self.named = self.staged.owned()
-            self._frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad and not each.is_meta]
+        yield from self.engine.open(self.model, self.scope)
+        self.named = self.engine.parameters
+        self._frozen = [(name, each) for name, each in self.model.named_parameters() if not each.requires_grad and not each.is_meta]
         with self.timings.of("optimizer and buffers"):
             made = make_optimizers(self.job, whole) if self._updates else None
             self.exchange = self._open_exchange(made)
             self.rounds = self._open_rounds()
             if made:
                 self.updater = Updater(
-                    self.job, whole, self.exchange, self.shards, self.named if self.staged else None, self._stage_group,
+                    self.job, whole, self.exchange, self.shards, self.named, self._stage_group,
                     self.plan.servers if self.plan.exchange == "server" else None, made,
                 )  # fmt: skip
             yield from self.exchange.open()
-        if self.staged:
-            self.statistics = list(self.staged.statistics.values())
-            self._undo.enter_context(self.staged.connect(self.exchange))
-        else:
-            several, joined = self.plan.num_chunks > 1, self.plan.sync_batch_norm
-            self.statistics = [RunningStatistics(self.model, self.replicas, several=several, synchronised=joined)]
-            for _, parameter in self.named:
-                self._undo.callback(parameter.register_post_accumulate_grad_hook(self.exchange.gradient_ready).remove)
+        self._undo.enter_context(self.engine.connect(self.exchange))
 
     @property
     def shards(self) -> Shards:
         """What this rank holds along tp of what is divided."""
-        return self.staged.shards if self.staged else Shards({}, None)
+        return self.engine.shards
 
     @property
     def _stage_group(self) -> Group | None:
@@ -224,8 +202,7 @@ class Replica:
             yield from self.exchange.publish()
             if self.rounds and (yield from self.rounds.end_step()):
                 self.updater.forget()
-            if self.staged:
-                yield from self.staged.published()
+            yield from self.engine.published()
         self._updating = False
         doing.enter("between steps", step + 1)
         return StepResult(step=step, loss=found.loss, weight=found.weight, samples=found.samples, gradient_norm=norm, stopping=self._tally.stopping)
@@ -236,26 +213,20 @@ class Replica:
         if self.pace:
             self.pace.begin()
         self.exchange.begin_step()
-        self._tally.begin()
+        self._tally.begin(self.stop_requests)
         doing = self.seat.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
         with self._modes.training():
-            if self.staged:
-                yield from self._run_stages(self.staged, filled)
-                # On a communicator of its own: gradients have started to travel, on some replicas more than on others.
-                work = self._add_up_tally(self.seat.statistics)
-            else:
-                work = self._run_chunks(filled)
+            yield from self.engine.run(filled, self.scope, self._tally, self.recorder)
         doing.enter("exchanging", step)
         if self.pace:
             self.pace.end(sum(chunk.samples for chunk in filled))
         self.arrivals.append(time.monotonic())
         yield
-        if work is not None:
-            work.wait()
-        if self.staged and self.stop_requests is not None:
-            yield from self.staged.add_up_over_tp(self._tally.sums[4:])
+        self._tally.wait()
+        if self.stop_requests is not None:
+            yield from self.engine.add_up("tp", self._tally.sums[4:])
         total, weight, divisor = self._tally.result(chunks[0].batch)
         if self.rounds:
             self.rounds.begin_step()
@@ -263,8 +234,7 @@ class Replica:
         with self._span("exchange"):
             gradients = yield from self.exchange.finish(divisor)
         yield from self._check_finite(step, filled, total, weight)
-        for statistics in self.statistics:
-            yield from statistics.finish()
+        yield from self.scope.finish()
         return Gradients(step=step, samples=chunks[0].batch, of_owned=gradients, loss=total / weight, weight=weight)
 
     def each_gradient(self, found: Gradients, take: Callable[[str, Tensor | None], None]) -> Steps[None]:
@@ -273,7 +243,7 @@ class Replica:
         def mine(give: Give) -> Steps[None]:
             yield from self.exchange.each_gradient(found.of_owned, partial(self.rounds.give_mean, give) if self.rounds else give)
 
-        yield from self._each(mine, take)
+        yield from self.engine.gather(mine, take)
 
     def whole_gradients(self, found: Gradients) -> Steps[dict[str, Tensor | None]]:
         """The same at once, by name, in the model's order."""
@@ -284,63 +254,11 @@ class Replica:
     def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
         return self.recorder.span(kind) if self.recorder else nullcontext()
 
-    def _run_chunks(self, filled: Sequence[Chunk]) -> Work | None:
-        """Chunk after chunk, the model's own forward and backward. What is returned makes the tally that of all replicas."""
-        work: Work | None = None
-        for chunk in filled:
-            self.seat.activity.enter("chunk", chunk.step, chunk.index)
-            data = self._data(chunk)
-            with ExitStack() as around:
-                around.enter_context(self.statistics[0].chunk(partial(self._again_alone, chunk, data)))
-                self._begin_chunk(chunk, around, self.observer)
-                root, loss, weight = self._tally.add(self.job.loss(self.model, data), chunk)
-                if chunk is filled[-1]:
-                    work = self._complete_tally()
-                    self.exchange.begin_last_chunk()
-                root.backward()
-            if self.observer:
-                self.observer.chunk_done(chunk, float(weight), float(loss.detach()))
-        return work if filled else self._complete_tally()
-
-    def _complete_tally(self) -> Work | None:
-        self._ask_to_stop()
-        return self._add_up_tally(self.replicas)
-
-    def _ask_to_stop(self) -> None:
-        """Once a step, with what is added up anyway: so all ranks know of it after the same step."""
-        if self.stop_requests:
-            self._tally.ask_to_stop()
-
-    def _add_up_tally(self, group: Group) -> Work | None:
-        """Start to make this replica's tally, which is complete, that of all replicas."""
-        if self.rounds:
-            self._tally.keep_own()
-        return group.all_reduce(self._tally.sums) if self.plan.dp > 1 else None
-
-    def _run_stages(self, staged: Staged, filled: Sequence[Chunk]) -> Steps[None]:
-        """The same through stages."""
-
-        def finish(microbatch: int, returned: Any) -> Tensor:
-            root, loss, weight = self._tally.add(returned, filled[microbatch])
-            if self.observer:
-                self.observer.chunk_done(filled[microbatch], float(weight), float(loss.detach()))
-            return root
-
-        self.exchange.begin_last_chunk()
-        activity = self.seat.activity
-        activity.follow(staged.actions(len(filled)))
-        listener = Both(activity, self.recorder) if self.recorder else activity
-        yield from staged.train(
-            [self._data(chunk) for chunk in filled], finish=finish, begin=partial(self._begin_microbatch, filled), listener=listener
-        )
-        self._ask_to_stop()
-        yield from staged.add_up(self._tally.sums)
-
     def settle(self) -> Steps[None]:
         """End a round of local steps, so that all replicas hold the same parameters; nothing if they do. Every rank calls it."""
         if self.rounds and (yield from self.rounds.settle()):
             self.updater.forget()
-            yield from self._lend_again()
+            yield from self.engine.lend_again()
 
     def evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
         """Mean of every metric over all replicas' chunks, in evaluation mode.
@@ -351,17 +269,12 @@ class Replica:
             return (yield from self._evaluate(chunks))
         own = yield from self.rounds.mean()
         try:
-            yield from self._lend_again()
+            yield from self.engine.lend_again()
             values = yield from self._evaluate(chunks)
         finally:
             self.rounds.put_back(own)
-        yield from self._lend_again()
+        yield from self.engine.lend_again()
         return values
-
-    def _lend_again(self) -> Steps[None]:
-        """Parameters have new values that no update made."""
-        if self.staged:
-            yield from self.staged.lend_again()
 
     def _evaluate(self, chunks: Iterable[Chunk]) -> Steps[dict[str, float]]:
         assert self.job.evaluate
@@ -371,15 +284,11 @@ class Replica:
             for chunk in chunks:
                 if not chunk.samples:
                     continue
-                data = self._data(chunk)
+                data = self.scope.data(chunk)
                 for name, metric in metrics.items():
                     with naming(name):
-                        if self.staged:
-                            yield from self.staged.evaluate(data, metric, partial(tally.add, name, chunk))
-                        else:
-                            tally.add(name, chunk, metric(self.model, data))
-        if self.staged:
-            yield from self.staged.add_up(tally.sums)
+                        yield from self.engine.evaluate(data, metric, partial(tally.add, name, chunk))
+        yield from self.engine.add_up("pp", tally.sums)
         if self.plan.dp > 1:
             work = self.replicas.all_reduce(tally.sums)
             yield
@@ -395,7 +304,7 @@ class Replica:
             raise CheckpointError(
                 "The newest step broke off in the middle of its update, so there is nothing whole to save. Resume from a checkpoint."
             )
-        return self.staged.weights() if self.staged else self.model.state_dict()
+        return self.engine.weights()
 
     def optimizer_state(self) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
         """As `Updater.state`. Replicas that step by themselves are one before: parameters by ending the round, the optimizer's state by its mean."""
@@ -421,25 +330,13 @@ class Replica:
             for name, tensor in held(state_of(self.model).items()).items():
                 yield from give(name, tensor.detach())
 
-        yield from self._each(mine, cast(Any, take))
+        yield from self.engine.gather(mine, cast(Any, take))
 
     def whole_state(self) -> Steps[dict[str, Tensor]]:
         """The same at once, by name, in the model's order."""
         whole: dict[str, Tensor] = {}
         yield from self.each_of_state(whole.__setitem__)
         return {name: whole[name] for name in state_of(self.model) if name in whole}
-
-    def _each(self, mine: Callable[[Give], Steps[None]], take: Callable[[str, Tensor | None], None]) -> Steps[None]:
-        """Hand `take` whole tensors. mine: gives those that this rank holds, or its parts of them."""
-        if self.staged:
-            return (yield from self.staged.each_whole(mine, take))
-
-        def give(name: str, tensor: Tensor | None) -> Steps[None]:
-            take(name, tensor)
-            return
-            yield
-
-        yield from mine(give)
 
     def num_elements(self) -> int:
         """Trainable elements of the whole model."""
@@ -461,20 +358,20 @@ class Replica:
 
     def check_team(self, step: int) -> Steps[None]:
         """Raise `TrainingError` naming the first parameter or buffer that several ranks of the replica hold whole, and not alike."""
-        wrong = (yield from self.staged.check_alike()) if self.staged else None
+        wrong = yield from self.engine.check_alike()
         if wrong is not None:
             raise TrainingError(f"After step {step}, {wrong}: something in the model or optimizer is not deterministic.")
 
     def take_notes(self) -> Steps[list[str]]:
         """What the user should be told of buffers, of all ranks of the replica, each once."""
-        mine = [note for statistics in self.statistics for note in statistics.take_notes()]
+        mine = self.scope.take_notes()
         everyone: list[list[str]] = (yield from collect(self.seat.team, mine)) if self.seat.team else [mine]
         return list(dict.fromkeys(note for notes in everyone for note in notes))
 
     @property
     def readings(self) -> str | None:
         """How often the loss was read, and for which sizes of batches; None: once, or not at all."""
-        return self.staged.staging.programs.told() if self.staged else None
+        return self.engine.readings
 
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that one step hands to the collectives along dp, by kind, as formulas say."""
@@ -482,14 +379,13 @@ class Replica:
             return {}
         loss_and_weight = {"all_reduce": 40}
         joined = {name: count * self.plan.microbatches for name, count in bytes_per_chunk(self.model).items()} if self.plan.sync_batch_norm else {}
-        of_buffers = [statistics.bytes_per_step() for statistics in self.statistics]
+        of_buffers = [statistics.bytes_per_step() for statistics in self.scope.statistics.values()]
         return _add(loss_and_weight, joined, self.exchange.bytes_per_step(), *of_buffers, self.updater.bytes_per_step())
 
     def bytes_within(self, axis: Axis) -> dict[str, int]:
         """Bytes that this rank handed over along pp or tp so far, by kind of operation, as formulas say of the chunks that it ran."""
-        run = self.staged.sent[axis] if self.staged else Counter[str]()
         of_updates = Counter(self.updater.bytes_once(axis)) if self._updates else Counter[str]()
-        return dict(self._sent[axis] + run + of_updates)
+        return dict(self._sent[axis] + self.engine.expected(axis) + of_updates)
 
     def bytes_once(self) -> dict[str, int]:
         """Bytes handed over at the start and in the first step: parameters and buffers of rank 0, and what decides later steps."""
@@ -537,12 +433,7 @@ class Replica:
 
     def notes(self) -> list[str]:
         """What the user should know before the first step."""
-        notes = self.updater.notes()
-        if self.staged and self.staged.compiled:
-            notes.append(
-                "torch.compile has no effect under tp, pp and recompute: the loss is read as a list of operators, which are run one by one "
-                f"({', '.join(name or 'the model' for name in self.staged.compiled[:4])}{', ...' if len(self.staged.compiled) > 4 else ''})."
-            )
+        notes = [*self.updater.notes(), *self.engine.notes]
         if self._sparse and self.plan.dp > 1 and not self.plan.local:
             most = self._sparse.most_bytes()
             notes.append(
@@ -570,10 +461,7 @@ class Replica:
     def _open_exchange(self, made: Made | None) -> Exchange:
         if made is None:
             return Alone(self.named)
-        if self.staged:
-            refuse_sparse_adam(made.optimizers, "in models that are read, as tp, pp and recompute do")
-            return self._open_dense(self.named, made)
-        sparse = sparse_parameters(self.model, self.named, made.optimizers)
+        sparse = self.engine.sparse(made.optimizers)
         if not sparse.names:
             return self._open_dense(self.named, made)
         dense = self._open_dense([(name, each) for name, each in self.named if name not in sparse.names], made, share=False)
@@ -589,11 +477,11 @@ class Replica:
             return Alone(named)
         if not named:
             return Nothing()
-        by_name = exchange_by_name(self.plan, named, self.replicas, apart=self._alike)
+        by_name = exchange_by_name(self.plan, named, self.replicas, apart=self.engine.replicated)
         if by_name is not None:
             return by_name
         windows = windows_of(self.replicas) if self.seat.device.type == "cpu" else None
-        settings: Any = {"bucket_bytes": self.plan.bucket_bytes, "overlap": self.plan.overlap, "apart": self._alike, "windows": windows}
+        settings: Any = {"bucket_bytes": self.plan.bucket_bytes, "overlap": self.plan.overlap, "apart": self.engine.replicated, "windows": windows}
         if windows is not None and share and self._share and not why_separate(made, named):
             copies = partial(OneForAll, windows=windows, frozen=self._frozen)
             return ZeroOne(named, self.replicas, copies=copies, **settings)
@@ -604,45 +492,7 @@ class Replica:
             return None
         if self.plan.exchange == "diloco":
             self._outer = OuterStep(learning_rate=self.plan.outer_learning_rate, momentum=self.plan.outer_momentum)
-        return Rounds(self.named, self.replicas, local_steps=self.plan.local_steps, end=self._outer or TakeMean(), apart=self._alike)
-
-    @property
-    def _alike(self) -> Sequence[str]:
-        """Names of parameters that other ranks of the replica hold too."""
-        return [name for name, _ in self.named if name not in self.shards.pieces] if self.staged else ()
-
-    def _begin_chunk(self, chunk: Chunk, around: ExitStack, observer: Observer | None = None) -> None:
-        """Seed the chunk's draws, and key them if the plan says so, until `around` ends."""
-        # With synchronised statistics microbatch j of all replicas is one chunk, of which this replica computes some rows. Keyed draws
-        # are the same rows of that chunk's draws; without keys every replica draws for itself, or all would draw the same.
-        index, rows = chunk.index, None
-        if self.plan.sync_batch_norm and self.plan.keyed_draws:
-            m = self.plan.microbatches
-            index = chunk.index % m
-            sizes = self.plan.sizes(chunk.batch)[index::m]
-            rows = Rows(sum(sizes[: self.seat.place.dp]), chunk.samples, sum(sizes))
-        seed_everything(chunk_seed(self.job.seed, chunk.step, index))
-        seen = around.enter_context(observer.watch(chunk, self.model)) if observer else None
-        if self.plan.keyed_draws and not self.staged:  # programs key their draws themselves
-            around.enter_context(KeyedDraws(rows, seen))
-
-    def _begin_microbatch(self, chunks: Sequence[Chunk], microbatch: int, around: ExitStack, watched: bool) -> None:
-        """As stages call it. watched: for the observer, too."""
-        self._begin_chunk(chunks[microbatch], around, self.observer if watched else None)
-
-    def _again(self, chunk: Chunk, data: Any) -> Tensor:
-        """The chunk's loss once more, from the same draws."""
-        with ExitStack() as around:
-            self._begin_chunk(chunk, around)
-            return as_sum(self.job.loss(self.model, data), chunk.samples, needs_gradient=False)[0]
-
-    def _again_alone(self, chunk: Chunk, data: Any) -> Tensor:
-        """The same without the other replicas."""
-        with unsynchronised(self.model) if self.plan.sync_batch_norm else nullcontext():
-            return self._again(chunk, data)
-
-    def _data(self, chunk: Chunk) -> Any:
-        return to_device(chunk.data, self.seat.device, self.dtype)
+        return Rounds(self.named, self.replicas, local_steps=self.plan.local_steps, end=self._outer or TakeMean(), apart=self.engine.replicated)
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:
@@ -659,12 +509,7 @@ class Replica:
             raise DataError(
                 f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over."
             )
-        here: list[Any] | None
-        if self.staged:
-            here = yield from self.staged.find_not_finite([self._data(chunk) for chunk in chunks], partial(self._begin_microbatch, chunks))
-        else:
-            where = find_not_finite(self.model, chunks, lambda chunk: self._again(chunk, self._data(chunk)))
-            here = [0, where] if where else None
+        here = yield from self.engine.locate_nan(chunks, self.scope)
         found = yield from collect(self.seat.world, here)
         _, rank, where = min(
             ((each[0], rank, each[1]) for rank, each in enumerate(found) if each), default=(0, 0, "the sum over all chunks overflowed")

@@ -443,8 +443,8 @@ class Trainer:
         """Add the step's timeline to those in `out`. step: counted from 1."""
 
         def gather(replica: Replica) -> Steps[Timeline]:
-            assert replica.recorder and replica.staged
-            schedule = replica.staged.staging.schedule(self.plan.microbatches)
+            schedule = replica.engine.schedule(self.plan.microbatches)
+            assert replica.recorder and schedule
             return gather_timeline(replica.seat.world, replica.recorder.take(), step=step, place=replica.seat.place, schedule=schedule)
 
         self._timelines.append(self.together(gather)[0])
@@ -530,9 +530,9 @@ class Trainer:
     def _idle(self) -> list[str]:
         """What of the plan has nothing to do."""
         replica = self.replicas[0]
-        division = replica.staged.division if replica.staged else None
+        division = replica.engine.division
         divided = sum(not each.is_whole for each in division.first.parameters.values()) if division else None
-        homes = replica.staged.staging.holders if replica.staged and self.plan.pp > 1 else None
+        homes = replica.engine.holders
         return idle_lines(self.plan, self.job.batch_size, [name for name, _ in replica.model.named_parameters()], homes=homes, divided=divided)
 
     def _check_open(self, call: str) -> None:

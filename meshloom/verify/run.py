@@ -94,11 +94,12 @@ def _changing_shares(plan: Plan, steps: int) -> list[tuple[int, tuple[int, ...]]
 def _of_division(trainer: Trainer, job: Job, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
     """Where a divided program is wrong, if it is."""
     replica = trainer.replicas[0]
-    if replica.staged is None or replica.staged.division is None:
+    division = replica.engine.division
+    if division is None:
         return []
     device = replica.seat.device
     (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
-    return [Cause("division", first_difference(replica.staged.division.first, build_model(job, device, dtype), to_device(batch, device, dtype)))]
+    return [Cause("division", first_difference(division.first, build_model(job, device, dtype), to_device(batch, device, dtype)))]
 
 
 def _run_steps(trainer: Trainer, dtype: torch.dtype | None, holding: ComparisonRun | None) -> None:
@@ -150,7 +151,7 @@ def _record(trainer: Trainer, result: StepResult, notes: Sequence[_Notes], gradi
 
 @dataclass
 class _Notes:
-    """What one replica's step was given, and what came out: an `Observer` of `replica.py`."""
+    """What one replica's step was given, and what came out: an `Observer` of its chunks."""
 
     modules: ModuleWatch
     chunks: list[ChunkRecord] = field(default_factory=list[ChunkRecord])
@@ -186,11 +187,11 @@ class _Notes:
 def _observed(replica: Replica) -> Iterator[_Notes]:
     watch = ModuleWatch(replica.model)
     with watch.attached():
-        replica.observer = notes = _Notes(watch)
+        replica.scope.observer = notes = _Notes(watch)
         try:
             yield notes
         finally:
-            replica.observer = None
+            replica.scope.observer = None
 
 
 def _chunks(replica: Replica, notes: _Notes) -> list[dict[str, Any]]:
@@ -213,6 +214,6 @@ def _digests(replica: Replica) -> Steps[list[list[int]]]:
 
 def _unlike(replica: Replica) -> Steps[list[str]]:
     """What ranks of a replica should hold alike and do not: for the report to say."""
-    mine = (yield from replica.staged.check_alike()) if replica.staged else None
+    mine = yield from replica.engine.check_alike()
     everyone: list[str | None] = yield from collect(replica.seat.world, mine)
     return list(dict.fromkeys(each for each in everyone if each))

@@ -65,14 +65,13 @@ def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimiz
             timed = [_Timed(cycle=plan.local_steps if plan.local else 1) for _ in ranks.all]
             ranks.run(lambda rank: _take_part(job, plan, rank, timed))
             replicas = [rank.replica for rank in ranks.all]
-            staged = replicas[0].staged
             return Rehearsal(
                 plan=plan,
                 threads=threads,
                 places=tuple(rank.place for rank in ranks.all),
                 steps=tuple(zip(*(each.steps for each in timed), strict=True)),
                 held=tuple(_held(replica, each.kept, optimizer_factor) for replica, each in zip(replicas, timed, strict=True)),
-                schedule=staged.staging.schedule(timed[0].num_filled) if staged and plan.pp > 1 else None,
+                schedule=replicas[0].engine.schedule(timed[0].num_filled) if plan.pp > 1 else None,
                 one_copy=replicas[0].exchange.one_copy,
             )
     finally:

@@ -1,0 +1,101 @@
+"""Brings whole tensors of a replica together on its first rank: of all parts along tp, from all owners along pp, one after another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.checkpoint.tensor_file import Entry, Stream, widest_first
+from meshloom.comm.group import Group
+from meshloom.comm.steps import Steps
+from meshloom.core.mesh import Axis
+from meshloom.exchange.exchange import Give
+from meshloom.parameters.model import state_of
+from meshloom.parameters.pipeline_ownership import Homes
+from meshloom.parameters.shards import Shards
+from meshloom.replica.engine import TakeTensor
+
+
+class GatheredTensors:
+    """What one rank does for it. pp, tp: the ranks along these axes; tp None: there is one. sent: what is handed over is added to it, by axis and kind."""
+
+    def __init__(
+        self, model: nn.Module, homes: Homes, shards: Shards, pp: Group, tp: Group | None, device: torch.device, sent: Mapping[Axis, Counter[str]]
+    ) -> None:  # fmt: skip
+        self._model, self._homes, self._shards = model, homes, shards
+        self._pp, self._device, self._sent = pp, device, sent
+        self._moves = tp is None or tp.rank == 0  # whether this rank sends along pp
+
+    def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
+        """As `Engine.gather`."""
+        tensors = state_of(self._model)
+        names, moves = list(tensors), self._moves
+
+        def give(name: str, tensor: Tensor | None) -> Steps[None]:
+            if not self._homes.owns(name):
+                return
+            if tensor is not None:
+                self._sent["tp"]["all_gather"] += self._shards.gather_bytes(name, tensor.dtype)
+                tensor = yield from self._shards.gather(name, tensor.detach())
+            if moves and self._pp.rank == 0:
+                take(name, tensor)
+            elif moves:
+                yield from tell(names.index(name), int(tensor is not None))
+                if tensor is not None:
+                    yield from send(tensor.contiguous())
+
+        def tell(number: int, there: int) -> Steps[None]:
+            yield from send(torch.tensor([number, there], device=self._device))
+
+        def send(tensor: Tensor) -> Steps[None]:
+            work = self._pp.send(tensor, 0)
+            self._sent["pp"]["send"] += tensor.nbytes
+            yield
+            work.wait()
+
+        def receive(tensor: Tensor, sender: int) -> Steps[Tensor]:
+            work = self._pp.recv(tensor, sender)
+            yield
+            work.wait()
+            return tensor
+
+        yield from mine(give)
+        if moves and self._pp.rank:
+            yield from tell(-1, 0)
+        for sender in range(1, self._pp.size) if moves and self._pp.rank == 0 else ():
+            while True:
+                heard = yield from receive(torch.empty(2, dtype=torch.int64, device=self._device), sender)
+                number, there = heard.tolist()
+                if number < 0:
+                    break
+                name = names[number]
+                like = torch.empty(self._shards.whole_shape(name, tensors[name]), dtype=tensors[name].dtype, device=self._device)
+                take(name, (yield from receive(like, sender)) if there else None)
+
+    def weights(self) -> Stream:
+        """As `Engine.weights`."""
+        if self._pp.size == 1:
+            self._sent["tp"]["all_gather"] += self._shards.weights_bytes(self._model)
+            return self._shards.weights(self._model)
+        state = self._model.state_dict()
+        entries = widest_first([Entry(name, self._shards.whole_shape(name, each), Entry.of(name, each).dtype) for name, each in state.items()])
+        moves = self._moves
+        first = moves and self._pp.rank == 0
+
+        def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
+            for each in entries:
+                whole: Tensor | None = None
+                if self._homes.owns(each.name):
+                    self._sent["tp"]["all_gather"] += self._shards.gather_bytes(each.name, each.dtype)
+                    self._sent["pp"]["send"] += each.num_bytes if moves and self._pp.rank else 0
+                    whole = yield from self._shards.gather(each.name, state[each.name])
+                if moves:
+                    whole = yield from self._homes.bring(each.name, whole, each.shape, each.dtype, self._device)
+                if first:
+                    assert whole is not None
+                    take(each.name, whole)
+
+        return Stream(entries=entries if first else [], run=run)

@@ -1,0 +1,139 @@
+"""Runs the user's module as it is, chunk after chunk: the engine of plans of dp alone, where every rank holds the whole model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshloom.comm.seat import Seat
+from meshloom.comm.steps import Steps
+from meshloom.core.job import Job, LossFunction, NamedParameters
+from meshloom.core.loss import as_sum
+from meshloom.core.mesh import Axis
+from meshloom.core.plan import Plan
+from meshloom.data.chunks import Chunk
+from meshloom.exchange.exchange import Exchange, Give
+from meshloom.optimizer.sparse_parameters import Sparse, sparse_parameters
+from meshloom.parameters.model import trainable
+from meshloom.parameters.shards import Shards
+from meshloom.pipeline.runtime.recorder import Recorder
+from meshloom.replica.batch_norm import unsynchronised
+from meshloom.replica.buffers import RunningStatistics
+from meshloom.replica.chunk_scope import ChunkScope
+from meshloom.replica.engine import Engine, TakeTensor
+from meshloom.replica.loss_sums import Tally
+from meshloom.replica.not_finite import find_not_finite
+
+
+class ModuleEngine(Engine):
+    """One rank's `job` under `plan`."""
+
+    def __init__(self, job: Job, plan: Plan, seat: Seat) -> None:
+        self.shards = Shards({}, None)
+        self._job, self._plan, self._seat = job, plan, seat
+        self._model: nn.Module
+        self._parameters: NamedParameters = []
+        self._exchange: Exchange
+
+    def open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
+        self._model, self._parameters = model, trainable(model)
+        several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
+        scope.statistics[0] = RunningStatistics(model, self._seat.groups["dp"], several=several, synchronised=joined)
+        return
+        yield
+
+    @property
+    def parameters(self) -> NamedParameters:
+        return self._parameters
+
+    @property
+    def replicated(self) -> Sequence[str]:
+        return ()
+
+    def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
+        return sparse_parameters(self._model, self._parameters, optimizers)
+
+    def connect(self, exchange: Exchange) -> ExitStack:
+        self._exchange = exchange
+        undo = ExitStack()
+        for _, parameter in self._parameters:
+            undo.callback(parameter.register_post_accumulate_grad_hook(exchange.gradient_ready).remove)
+        return undo
+
+    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: Tally, recorder: Recorder | None = None) -> Steps[None]:
+        for chunk in chunks:
+            self._seat.activity.enter("chunk", chunk.step, chunk.index)
+            data = scope.data(chunk)
+            with scope.forward(chunk, partial(self._again_alone, chunk, data)):
+                root, loss, weight = tally.add(self._job.loss(self._model, data), chunk)
+                if chunk is chunks[-1]:  # what travels does so during its backward
+                    self._complete(tally)
+                    self._exchange.begin_last_chunk()
+                root.backward()
+            scope.done(chunk, weight, loss)
+        if not chunks:
+            self._complete(tally)
+        return
+        yield
+
+    def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
+        take(metric(self._model, batch))
+        return
+        yield
+
+    def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
+        return
+        yield
+
+    def published(self) -> Steps[None]:
+        return
+        yield
+
+    def lend_again(self) -> Steps[None]:
+        return
+        yield
+
+    def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
+        def give(name: str, tensor: Tensor | None) -> Steps[None]:
+            take(name, tensor)
+            return
+            yield
+
+        yield from mine(give)
+
+    def weights(self) -> dict[str, Any]:
+        return self._model.state_dict()
+
+    def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
+        def loss_of(chunk: Chunk) -> Tensor:
+            with scope.draws(chunk):
+                return self._again(chunk, scope.data(chunk))
+
+        where = find_not_finite(self._model, chunks, loss_of)
+        return [0, where] if where else None
+        yield
+
+    def check_alike(self) -> Steps[str | None]:
+        return None
+        yield
+
+    def expected(self, axis: Axis) -> Counter[str]:
+        return Counter()
+
+    def _complete(self, tally: Tally) -> None:
+        tally.close()
+        tally.start(self._seat.groups["dp"])
+
+    def _again(self, chunk: Chunk, data: Any) -> Tensor:
+        return as_sum(self._job.loss(self._model, data), chunk.samples, needs_gradient=False)[0]
+
+    def _again_alone(self, chunk: Chunk, data: Any) -> Tensor:
+        """The same without the other replicas."""
+        with unsynchronised(self._model) if self._plan.sync_batch_norm else nullcontext():
+            return self._again(chunk, data)

@@ -1,0 +1,318 @@
+"""Runs programs captured from the loss: the engine of ranks that hold some stages along pp, and their shard of them along tp.
+
+    capture the loss on one rank -> divide it over tp -> cut it into stages -> every rank lets go of what it does not hold
+
+Plans with tp, pp or recomputation run so; with pp=1 there is one stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshloom.checkpoint.tensor_file import Stream
+from meshloom.comm.group import Group
+from meshloom.comm.objects import collect, on_first
+from meshloom.comm.pieces import place
+from meshloom.comm.seat import Seat
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.steps import Steps
+from meshloom.core.compiled import without_compilation
+from meshloom.core.errors import CaptureError, DataError
+from meshloom.core.job import Job, LossFunction, NamedParameters
+from meshloom.core.mesh import Axis
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
+from meshloom.data.chunks import Chunk
+from meshloom.data.data import to_device
+from meshloom.data.samples import first_batches
+from meshloom.exchange.exchange import Exchange, Give
+from meshloom.optimizer.sparse_parameters import Sparse, refuse_sparse_adam
+from meshloom.parameters.digest import digest
+from meshloom.parameters.model import state_of
+from meshloom.parameters.pipeline_ownership import Homes, held
+from meshloom.parameters.shards import Shards
+from meshloom.pipeline.runtime.microbatches import Around, Microbatches
+from meshloom.pipeline.runtime.recorder import Recorder
+from meshloom.pipeline.runtime.run import Both
+from meshloom.pipeline.schedules.schedule import Schedule
+from meshloom.pipeline.stages.stages import Stage
+from meshloom.pipeline.stages.staging import Staging
+from meshloom.program.capture.outside import Outside
+from meshloom.program.ir.batch_values import check_following
+from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.nodes import Node
+from meshloom.program.operators.fused_grad_accumulation import InPlace
+from meshloom.program.store.stored import Stored
+from meshloom.replica.buffers import RunningStatistics
+from meshloom.replica.chunk_scope import ChunkScope
+from meshloom.replica.engine import Engine, TakeTensor
+from meshloom.replica.gathered_tensors import GatheredTensors
+from meshloom.replica.loss_sums import Tally
+from meshloom.tensor_parallel.division import Division
+from meshloom.tensor_parallel.loss_programs import LossPrograms
+
+
+class ProgramEngine(Engine):
+    """One rank's stages of `job`'s loss under `plan`, and what it holds for them."""
+
+    def __init__(
+        self, job: Job, plan: Plan, seat: Seat, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
+        stored: Stored | None = None,
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self._timings = timings = timings or Timings()
+        self.seat = seat
+        self.job = job
+        self.dtype = dtype
+        team = seat.team or simulated_groups(1)[0]
+        self.pp: Group = seat.groups["pp"] if plan.pp > 1 else simulated_groups(1)[0]
+        self.tp: Group | None = seat.groups["tp"] if plan.tp > 1 else None
+        if self.tp is not None:
+            limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
+            self.division = Division(self.tp, rules=job.rules, placements=plan.tp_placements, timings=timings, stored=stored, **limits)
+        programs = LossPrograms(job, team, self.division, dtype=dtype, timings=timings, stored=stored)
+        self.staging = Staging(job, plan, programs, team, timings=timings, stored=stored)
+        self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
+        self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut
+        self.homes: Homes
+        self.microbatches: Microbatches
+        self._compiled: list[str] = []  # modules that torch.compile would have compiled
+        self._team = team
+        self._model: nn.Module
+        self._summed: list[tuple[str, nn.Parameter]] = []
+        self._outside: dict[LossFunction, Outside] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+
+    def open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
+        with self._timings.of("parts and waiting"):
+            yield from self._open(model, scope)
+
+    def _open(self, model: nn.Module, scope: ChunkScope) -> Steps[None]:
+        self._compiled = without_compilation(model)
+        size = self.plan.largest_share(self.job.batch_size)[0]
+        with self._timings.of("first batches"):
+            batches = (yield from on_first(self.seat.world, lambda: first_batches(self.job, 2, size), DataError)) or []
+        there = [to_device(each, self.seat.device, self.dtype) for each in batches]
+        stages = yield from self.staging.open(there, self.seat.world, model, own=batches[0] if batches else None)
+        yield from on_first(self.seat.world, lambda: check_following(self.staging.others, leaves_of(batches[-1]).values), CaptureError)
+        self.stages = tuple(stage for stage in stages if self.staging.ranks[stage.number] == self.pp.rank)
+        self.homes = Homes(self.staging.holders, self.pp)
+        self.homes.release(model)
+        self.shards = Shards(self.staging.programs.pieces, self.tp)
+        self.shards.divide(model)
+        self._model = model
+        self._outside[self.job.loss] = Outside(self.job.loss, model)
+        self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
+        several = self.plan.num_chunks > 1
+        for stage in self.stages:
+            scope.statistics[stage.number] = RunningStatistics(
+                model, self.seat.groups["dp"], several=several, changing=stage.changing, followed=stage.program.in_place, unite=self._of_any
+            )
+        self._gathered = GatheredTensors(model, self.homes, self.shards, self.pp, self.tp, self.seat.device, self._sent)
+
+    @property
+    def parameters(self) -> NamedParameters:
+        return [(name, each) for name, each in self._parameters.items() if each.requires_grad and self.homes.owns(name)]
+
+    @property
+    def replicated(self) -> Sequence[str]:
+        return [name for name, _ in self.parameters if name not in self.shards.pieces]
+
+    def sparse(self, optimizers: Sequence[Optimizer]) -> Sparse:
+        refuse_sparse_adam(optimizers, "in models that are read, as tp, pp and recompute do")
+        return Sparse()
+
+    def connect(self, exchange: Exchange) -> ExitStack:
+        self._exchange = exchange
+        self._ready = ready = exchange.gradient_ready
+        lent, summed = set(self.homes.lent), set(self.staging.programs.summed)
+        self._summed = [(name, each) for name, each in self.parameters if name in summed]
+        now = {id(each) for name, each in self.parameters if name not in lent and name not in summed}
+        self._later = [each for name, each in self.parameters if name in lent and name not in summed]
+
+        def complete(parameter: nn.Parameter) -> None:
+            if id(parameter) in now:
+                ready(parameter)
+
+        # With one chunk and one replica autograd already puts a gradient where it belongs.
+        landing = InPlace(exchange.room) if self.plan.num_chunks > 1 else None
+        self.microbatches = Microbatches(self.staging, self._model, self._parameters, self.pp, self.tp, self.seat.device, complete, landing)
+        undo = ExitStack()
+        for _, parameter in self.parameters:
+            if id(parameter) in now:
+                undo.callback(parameter.register_post_accumulate_grad_hook(self.microbatches.arrived).remove)
+        return undo
+
+    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: Tally, recorder: Recorder | None = None) -> Steps[None]:
+        self._exchange.begin_last_chunk()
+        activity = self.seat.activity
+        activity.follow(self.staging.schedule(len(chunks)).actions[self.pp.rank] if chunks else ())
+        self._outside[self.job.loss].check_step()
+        batches = [scope.data(chunk) for chunk in chunks]
+        for batch in batches:
+            yield from self.staging.ready(batch)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if batches:
+            listener = Both(activity, recorder) if recorder else activity
+            self._count(
+                self.microbatches.train(batches, finish=finish_of(chunks, scope, tally), around=self._around(chunks, scope), listener=listener)
+            )
+        yield from self.homes.return_gradients(self._parameters)
+        for parameter in self._later:
+            if parameter.grad is not None:
+                self._ready(parameter)
+        if batches and self._summed:
+            yield from self._sum_over_tp()
+        tally.close()
+        yield from self.add_up("pp", tally.sums)  # which the last stage's rank knows, and the others have as zeros
+        # On a communicator of its own: gradients have started to travel, on some replicas more than on others.
+        tally.start(self.seat.statistics)
+
+    def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
+        group = self.pp if axis == "pp" else self.tp
+        if group is None or group.size == 1:
+            return
+        work = group.all_reduce(sums)
+        self._sent[axis]["all_reduce"] += sums.nbytes
+        yield
+        work.wait()
+
+    def evaluate(self, batch: Any, metric: LossFunction, take: Callable[[Any], None]) -> Steps[None]:
+        if metric in self._outside:
+            self._outside[metric].check_step()
+        yield from self.staging.ready(batch, loss=metric, training=False)
+        if metric not in self._outside:
+            self._outside[metric] = Outside(metric, self._model)
+        self._count(self.microbatches.evaluate(batch, metric, take))
+
+    def published(self) -> Steps[None]:
+        self._sent["pp"]["send"] += self.homes.bytes_per_step(self._parameters)
+        yield from self.homes.lend(self._parameters)
+
+    def lend_again(self) -> Steps[None]:
+        self._sent["pp"]["send"] += self.homes.bytes_of_lending(self._parameters)
+        yield from self.homes.lend(self._parameters)
+
+    def gather(self, mine: Callable[[Give], Steps[None]], take: TakeTensor) -> Steps[None]:
+        yield from self._gathered.gather(mine, take)
+
+    def weights(self) -> Stream:
+        return self._gathered.weights()
+
+    def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
+        bad = next((name for name, each in held(self._model.named_parameters()).items() if not bool(torch.isfinite(each).all())), None)
+        everyone = yield from collect(self._team, bad)
+        if any(everyone):
+            return [self.stages[0].number, f"whose parameter {bad} was not finite before the step"] if bad else None
+        found: list[Any] | None = None
+
+        def look(number: int, stage: int, node: Node, value: Any) -> None:
+            nonlocal found
+            if found is None and isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+                where = " at ".join(filter(None, (node.path, str(node.line or ""))))
+                found = [stage, f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}"]
+
+        for number, chunk in enumerate(chunks):
+            self.microbatches.look(scope.data(chunk), lambda stage, microbatch, again: scope.draws(chunk), partial(look, number))  # noqa: B023
+        return found
+
+    def check_alike(self) -> Steps[str | None]:
+        return (yield from first_unlike(self._model, self.shards, self._team, self.plan))
+
+    def expected(self, axis: Axis) -> Counter[str]:
+        return self._sent[axis]
+
+    @property
+    def readings(self) -> str | None:
+        return self.staging.programs.told()
+
+    @property
+    def notes(self) -> list[str]:
+        names = self._compiled
+        if not names:
+            return []
+        return [
+            "torch.compile has no effect under tp, pp and recompute: the loss is read as a list of operators, which are run one by one "
+            f"({', '.join(name or 'the model' for name in names[:4])}{', ...' if len(names) > 4 else ''})."
+        ]
+
+    @property
+    def holders(self) -> Mapping[str, tuple[int, ...]] | None:
+        return self.staging.holders if self.plan.pp > 1 else None
+
+    def schedule(self, num_microbatches: int) -> Schedule | None:
+        return self.staging.schedule(num_microbatches)
+
+    def _around(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Around:
+        def around(stage: int, microbatch: int, again: Callable[[], Any]) -> AbstractContextManager[None]:
+            return scope.forward(chunks[microbatch], again, stage=stage, observed=stage == self.plan.num_stages - 1)
+
+        return around
+
+    def _count(self, sent: Mapping[Axis, Mapping[str, int]]) -> None:
+        for axis, kinds in sent.items():
+            self._sent[axis].update(kinds)
+
+    def _sum_over_tp(self) -> Steps[None]:
+        """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
+
+        What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the whole.
+        """
+        shards = self.shards
+        used = [(name, parameter) for name, parameter in self._summed if parameter.grad is not None]
+        for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
+            mine = [(name, parameter.grad) for name, parameter in used if parameter.dtype == dtype and parameter.grad is not None]
+            whole = [place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient for name, gradient in mine]
+            flat = torch.cat([each.reshape(-1) for each in whole])
+            yield from self.add_up("tp", flat)
+            for (name, gradient), each, part in zip(mine, whole, flat.split([each.numel() for each in whole]), strict=True):
+                gradient.copy_(shards.take(name, part.view(each.shape)))
+        for _, parameter in used:
+            self._ready(parameter)
+
+    def _of_any(self, flags: Tensor) -> Tensor:
+        """Flags of the ranks along tp, each set where one of them has it."""
+        if self.tp is not None:
+            self._sent["tp"]["all_reduce"] += flags.nbytes
+            self.tp.all_reduce(flags).wait()
+        return flags
+
+
+def finish_of(chunks: Sequence[Chunk], scope: ChunkScope, tally: Tally) -> Callable[[int, Any], Tensor]:
+    """Microbatch and what the loss returned for it, on the last stage -> where backward starts."""
+
+    def finish(microbatch: int, returned: Any) -> Tensor:
+        root, loss, weight = tally.add(returned, chunks[microbatch])
+        scope.done(chunks[microbatch], weight, loss)
+        return root
+
+    return finish
+
+
+def first_unlike(model: nn.Module, shards: Shards, team: Group, plan: Plan) -> Steps[str | None]:
+    """What is wrong if a parameter or buffer that several ranks of the replica, `team`, hold whole is not the same on all of them."""
+    alike = {name: int(digest(each)) for name, each in held(state_of(model).items()).items() if name not in shards.pieces}
+    everyone: list[dict[str, int]] = yield from collect(team, alike)
+    first: dict[str, tuple[int, int]] = {}
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            other, known = first.setdefault(name, (rank, value))
+            if value != known:
+                places = " and ".join(_place(each, plan) for each in (other, rank))
+                return f"{name} differs between ranks {places}, which both hold all of it"
+    return None
+
+
+def _place(rank: int, plan: Plan) -> str:
+    """A rank of the replica, by its coordinates."""
+    pp, tp = divmod(rank, plan.tp)
+    return ",".join(f"{axis}={at}" for axis, at in (("pp", pp), ("tp", tp)) if getattr(plan, axis) > 1)
