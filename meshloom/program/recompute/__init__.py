@@ -1,1 +1,1 @@
-"""Programs that save less for their backward and compute it again."""
+"""Programs that save less for their backward and recompute it."""

@@ -1,4 +1,4 @@
-"""Recomputation: what backward needs of forward is kept, or computed again, segment by segment (full) or where that is cheap (selective).
+"""Recomputation: what backward needs of forward is kept, or recomputed, segment by segment (full) or where that is cheap (selective).
 
     none         everything that autograd saves is kept
     full         kept is what crosses the borders of segments (`segments.py`), and what ranks sent each other
@@ -20,11 +20,11 @@ from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, default_rates
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
-from meshloom.program.recompute.saved_tensors import Save, Source, make_recipe
+from meshloom.program.recompute.saved_tensors import Save, Source, recomputation_of
 from meshloom.program.recompute.segments import Segment, is_view, segments_of
 from meshloom.program.recompute.selective import Candidate, cheapest_kept
 
-DEAR = 16.0  # bytes moved while a byte is computed again that is just as well kept
+DEAR = 16.0  # bytes moved while a byte is recomputed that is just as well kept
 _HOW = ("none", "full", "selective")
 
 
@@ -33,7 +33,7 @@ class Recomputed:
     """What a microbatch takes under recomputation.
 
     kept_bytes: of activations, from its forward to its backward; without parameters, buffers, constants and the batch.
-    seconds: of computing again. again_bytes: most that is there again at one time, of one segment.
+    seconds: of recomputing. again_bytes: most that is recomputed at one time, of one segment.
     kept_of, seconds_of: the same by the node that made the memory, or that runs again. They add up to the totals.
     """
 
@@ -56,7 +56,7 @@ def with_recomputation(program: Program, how: str, *, costs_of: Mapping[str, Cos
 
 
 def recomputed(program: Program, costs_of: Mapping[str, Cost], how: str, rates: Rates | None = None) -> Recomputed:
-    """What `program` keeps and what it computes again under `how`. costs_of: node -> its cost (`costs(program)`)."""
+    """What `program` keeps and what it recomputes under `how`. costs_of: node -> its cost (`costs(program)`)."""
     rates = rates or default_rates(program.device.type)
     kept = kept_values(program, costs_of, how, rates) if how != "none" else None
     facts = _Facts(program, costs_of)
@@ -69,7 +69,7 @@ def recomputed(program: Program, costs_of: Mapping[str, Cost], how: str, rates: 
         if kept is None:
             there.update(memory for _, memory in memories)
             continue
-        recipe = make_recipe(segment, facts.saves(memories), facts.borders(segment), kept)
+        recipe = recomputation_of(segment, facts.saves(memories), facts.borders(segment), kept)
         again = {memory for (_, memory), is_again in zip(memories, recipe.again, strict=True) if is_again}
         there.update(memory for _, memory in memories if memory not in again)
         if again:

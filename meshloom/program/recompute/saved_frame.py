@@ -1,4 +1,4 @@
-"""What the handles of one run of a segment share: what it is computed again from, and that this is done once."""
+"""What the handles of one run of a segment share: what it is recomputed from, and that this is done once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshloom.core.errors import CaptureError
 class Frame:
     """One run of a segment. It lives as long as one of its handles does.
 
-    again: for every tensor that is saved, in order, whether it is computed again. compute: from what is held and a seed, those by number.
+    again: for every tensor that is saved, in order, whether it is recomputed. compute: from what is held and a seed, those by number.
     """
 
     def __init__(self, again: Sequence[bool], compute: Callable[[Sequence[Any], int | None], Mapping[int, Tensor]]) -> None:
@@ -44,10 +44,10 @@ class Frame:
                 self._handles[number] = reference
 
     def close(self, seed: int | None, given: Sequence[Any], made: Sequence[Any]) -> None:
-        """The segment has run: keep what it is computed again from, apart from the graph of autograd. seed: before the first draw."""
+        """The segment has run: keep what it is recomputed from, apart from the graph of autograd. seed: before the first draw."""
         if self._count != len(self._again):
             raise CaptureError(
-                f"Operators saved {self._count} tensors for the backward, and {len(self._again)} when they ran first, so they cannot be computed again. "
+                f"Operators saved {self._count} tensors for the backward, and {len(self._again)} when they ran first, so they cannot be recomputed. "
                 "Use recompute=none."
             )
         self._seed = seed

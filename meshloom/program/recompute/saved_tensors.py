@@ -1,9 +1,9 @@
-"""How a segment's saved tensors are had again: which operators run, on which values that are kept.
+"""How the tensors that autograd saved of a segment are recomputed: which operators run, on which values that are kept.
 
-saved by      owner of its memory        is had
+saved by      owner of its memory        is
 norm          x, from another segment    kept: it is there anyway
-linear        norm                       again: norm runs on x
-attention     attention, inside of it    again: attention runs on q, k, v, which are kept, and saves it again
+linear        norm                       recomputed: norm runs on x
+attention     attention, inside of it    recomputed: attention runs on q, k, v, which are kept, and saves it once more
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Save:
     """A tensor that autograd saved. node: while it ran. owner: value that owns its memory, or the node inside of which that was made.
 
     inside: whether that memory is no value's, but was made inside of the owner.
-    source: where it can be had from; None: only from the operator that made it, when that runs again: `like`, the number of the first
+    source: where it can be taken from; None: only from the operator that made it, when that runs again: `like`, the number of the first
     save of that memory. layout: within that.
     """
 
@@ -55,8 +55,8 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a segment runs again. again: for every saved tensor, whether it is had again; the others are kept.
+class SegmentRecomputation:
+    """How a segment runs a second time. again: for every saved tensor, whether it is recomputed; the others are kept.
 
     nodes: what runs. held_given, held_made: values that they start from, of earlier segments and of this one.
     captures: number of a save in the second run -> the saved tensors that it is, each with its layout if that differs.
@@ -72,10 +72,10 @@ class Recipe:
     first_draw: str | None
 
 
-def make_recipe(
+def recomputation_of(
     segment: Segment, saves: Sequence[Save], borders: Collection[str], kept: Collection[str], needed: Collection[int] | None = None
-) -> Recipe:  # fmt: skip
-    """The recipe of a segment. borders: owners of the memory that later segments read. kept: nodes whose results are kept, and `NODE:` for those of
+) -> SegmentRecomputation:  # fmt: skip
+    """How a segment is recomputed. borders: owners of the memory that later segments read. kept: nodes whose results are kept, and `NODE:` for those of
     which is kept what is made inside.
 
     needed: numbers of the saves that a backward can ask for; None: all. What the ranks sent each other is not sent again: it is kept.
@@ -126,7 +126,7 @@ def make_recipe(
         else:
             captures.setdefault(second[save.like], []).append((number, save.layout))
     nodes = [node for node in segment.nodes if node.name in running]
-    return Recipe(
+    return SegmentRecomputation(
         again=again,
         nodes=_with_gaps_between_draws(nodes),
         held_given=tuple(name for name in segment.given if name in held),

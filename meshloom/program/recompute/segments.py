@@ -2,7 +2,7 @@
 
     borders  B        bytes of the values that a later segment reads, each counted once
     inside   I_k      bytes that the operators of segment k make
-    least    2 B + max I_k      as borders are kept of every microbatch in flight, and one segment at a time is computed again
+    least    2 B + max I_k      as borders are kept of every microbatch in flight, and one segment at a time is recomputed
 
 A chain of n equal values is cut into about sqrt(n) segments (Chen et al., 2016, "Training deep nets with sublinear memory cost"); blocks of a transformer are cut
 where only the residual stream crosses. For a limit on I the least B is found exactly, by dynamic programming over the places where

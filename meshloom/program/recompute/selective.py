@@ -1,7 +1,7 @@
-"""What selective recomputation keeps: the least of bytes kept and seconds computed again, exactly.
+"""What selective recomputation keeps: the least of bytes kept and seconds of recomputing, exactly.
 
 A value that backward needs is kept, for its bytes, or its operator runs again, for a price of its seconds, and then needs the operator's operands.
-That is a minimum cut (Picard, 1976, on closures). Of every operator there are two points; what is on the side of `end` is had in backward:
+That is a minimum cut (Picard, 1976, on closures). Of every operator there are two points; what is on the side of `end` is there in backward:
 
     start --price of running again--> runs --bytes of the result--> result --(saved for backward)--> end
                                        |                              |

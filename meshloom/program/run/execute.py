@@ -16,7 +16,7 @@ from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.run.runner import Runner, compile_program
-from meshloom.program.run.segment_runner import RunnerAgain
+from meshloom.program.run.segment_runner import RecomputingRunner
 
 
 def run_program(
@@ -63,12 +63,12 @@ def run_flat(
     return _runner(program, None, None, visiting=visit is not None).run(parameters, buffers, inputs, visit, group)
 
 
-def _runner(program: Program, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool) -> Runner | RunnerAgain:
+def _runner(program: Program, device: torch.device | str | None, dtype: torch.dtype | None, *, visiting: bool) -> Runner | RecomputingRunner:
     where = torch.device(device) if device is not None else program.device
     runner = program.compiled.get((where, dtype, visiting))
     if runner is None:
         if program.kept is not None and not visiting:
-            made = RunnerAgain(program, program.kept, where, dtype)
+            made = RecomputingRunner(program, program.kept, where, dtype)
         else:
             made = compile_program(program, where, dtype, visiting=visiting, shared=program.shared)
         runner = program.compiled.setdefault((where, dtype, visiting), made)

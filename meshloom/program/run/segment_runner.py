@@ -1,4 +1,4 @@
-"""Runs a program in segments of which backward computes again what was not kept.
+"""Runs a program in segments of which backward recomputes what was not kept.
 
     forward     [segment 0] -- x1 -> [segment 1] -- x2 -> [segment 2] -> loss
                 what autograd saves in a segment is the tensor itself if its memory is kept, else a handle
@@ -29,14 +29,14 @@ from meshloom.program.ir.draws import seed_of_draw
 from meshloom.program.ir.nodes import Ref
 from meshloom.program.ir.program import Program
 from meshloom.program.recompute.saved_frame import Frame, Handle, open_saved
-from meshloom.program.recompute.saved_tensors import Recipe, Save, make_recipe, saves_of
+from meshloom.program.recompute.saved_tensors import Save, SegmentRecomputation, recomputation_of, saves_of
 from meshloom.program.recompute.segments import Segment, segments_of
 from meshloom.program.run.runner import Runner, Special, compile_program, contexts_of, lifted, lower, used_variables
 
 _torch: Any = torch  # for modules that are looked up by the kind of device
 
 
-class RunnerAgain:
+class RecomputingRunner:
     """A compiled program. kept: nodes that never run again. Runs as `Runner` does; where no gradients are recorded it is one."""
 
     def __init__(self, program: Program, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None) -> None:
@@ -119,7 +119,7 @@ class _Runs:
 class _Compiled:
     """A segment and its recipe, as functions."""
 
-    def __init__(self, runs: _Runs, recipe: Recipe) -> None:
+    def __init__(self, runs: _Runs, recipe: SegmentRecomputation) -> None:
         self._runs, self.recipe = runs, recipe
         segment = runs.segment
         module, self._special, _ = runs.function(segment.nodes, segment.given, [*segment.results, *recipe.held_made], recipe.first_draw)
@@ -210,14 +210,14 @@ class _FirstRun:
         return results
 
     def forget_what_died(self) -> None:
-        """When the program has run: what autograd let go, as the loss does not reach it, need not be computed again from the next time on."""
+        """When the program has run: what autograd let go, as the loss does not reach it, need not be recomputed from the next time on."""
         alive = {number for number, handle in enumerate(self._handles) if handle() is not None}
         if len(alive) < len(self._handles):
             self._compile(alive)
 
     def _compile(self, needed: set[int] | None) -> _Compiled:
         runs = self._runs
-        made = runs.compiled[self._key] = _Compiled(runs, make_recipe(runs.segment, self._saves, self._borders, runs.kept, needed))
+        made = runs.compiled[self._key] = _Compiled(runs, recomputation_of(runs.segment, self._saves, self._borders, runs.kept, needed))
         return made
 
 
