@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import meshloom as ml
-from meshloom.report.progress import Listener, Progress
 from meshloom.report.terminal import Terminal
+from meshloom.telemetry.progress import Listener, Progress
 
 BATCH, WIDTH, HEADS = 64, 32, 4
 CLIP = 1.0

@@ -7,7 +7,7 @@ from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
-from meshloom.report.progress import Listener, Progress
+from meshloom.telemetry.progress import Listener, Progress
 
 if TYPE_CHECKING:
     from meshloom.train.trainer import Trainer

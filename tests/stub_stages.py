@@ -12,13 +12,13 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.mesh import Place
+from meshloom.pipeline.runtime.gather_timeline import gather_timeline
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.stages import Crossing
 from meshloom.program.ir.nodes import Meta
-from meshloom.report.timeline import Timeline
-from meshloom.report.timeline_files import gather_timeline
+from meshloom.telemetry.timeline import Timeline
 
 VALUE = Meta(shape=(2,), dtype=torch.float32, stride=(1,), requires_grad=True)
 

@@ -25,7 +25,7 @@ from meshloom.core.errors import CheckpointError, DataError, JobError, MeshloomE
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, seed_everything
-from meshloom.report.progress import QUIET, Listener, Progress
+from meshloom.telemetry.progress import QUIET, Listener, Progress
 from meshloom.train.trainer import Trainer
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors
 

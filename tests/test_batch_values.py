@@ -22,7 +22,7 @@ from meshloom.program.ir.batch_values import fits, text_of
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.store.programs import MOST, Programs, _key
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import vectors

@@ -17,7 +17,7 @@ from elastic_runs import ElasticRun, left
 from killing import running
 from safetensors.torch import load_file
 
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests import elastic_job
 

@@ -17,13 +17,13 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 ORDER = [
     ["__main__"],
     ["cli"],
+    ["report"],
     ["__init__"],
     ["measure", "verify"],
     ["verify.reference"],
     ["train"],
     ["asynchronous"],
     ["asynchronous.roles"],
-    ["report"],
     ["planner"],
     ["asynchronous.state", "planner.rehearsal"],
     ["replica"],
@@ -37,7 +37,7 @@ ORDER = [
     ["asynchronous.messaging", "launch", "optimizer", "program.recompute"],
     ["comm.torch", "exchange", "planner.measure", "program.cost", "tensor_parallel.layout"],
     ["comm.shm", "exchange.buckets", "parameters", "program.trace", "tensor_parallel.rules"],
-    ["checkpoint", "comm.collectives", "comm.network", "data", "program.operators"],
+    ["checkpoint", "comm.collectives", "comm.network", "data", "program.operators", "telemetry"],
     ["asynchronous.protocol", "comm", "machine", "pipeline.schedules", "program.ir"],
     ["comm.liveness"],
     ["core"],
@@ -46,6 +46,7 @@ LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in
 PLAIN_VALUES = {  # import no torch
     "core/mesh.py", "core/plan.py", "core/plan_exchange.py", "core/plan_shares.py", "core/costs.py", "core/timings.py", "core/cache.py", "core/errors.py",
     "machine/machine.py", "machine/links.py", "program/store/typed_json.py", "pipeline/schedules/schedule.py",
+    "telemetry/progress.py", "telemetry/summary.py", "telemetry/timeline.py", "telemetry/timeline_files.py",
 }  # fmt: skip
 FACES = {"comm/torch_backend.py": "__init__"}  # names that users import, and the room whose line they stand on
 MAY_NAME_DISTRIBUTED = ("comm/", "launch/")

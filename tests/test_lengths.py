@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.length_jobs import Lengths, lengths_job, next_word

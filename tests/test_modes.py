@@ -21,7 +21,7 @@ from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, seed_everyt
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.check import check_against_eager
 from meshloom.program.trace.precision import build_model
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few

@@ -19,7 +19,7 @@ from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Action
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.report.timeline import Row, Timeline, idle_of
+from meshloom.telemetry.timeline import Row, Timeline, idle_of
 from tests.stub_stages import record_step, stub_run
 
 CPU = torch.device("cpu")

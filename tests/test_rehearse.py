@@ -22,7 +22,7 @@ from meshloom.core.plan import Plan
 from meshloom.planner.rehearsal import rehearse as planner_rehearse
 from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal.rehearse import free_bytes, rehearse
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 
 CPU = torch.device("cpu")

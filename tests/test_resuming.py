@@ -32,7 +32,7 @@ from meshloom.checkpoint.tensor_reading import TensorReader
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CheckpointError
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.processes import on_ranks

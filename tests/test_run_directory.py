@@ -24,7 +24,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Evaluate, Job
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 
 ASYNC = "dp=2,exchange=async"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.scripts import by_lightning_rules, fine_tuning, mixed_images, small_gpt

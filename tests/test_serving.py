@@ -24,7 +24,7 @@ from meshloom.asynchronous.roles.server_process import MOST_FOR_WORKERS
 from meshloom.asynchronous.roles.worker_process import ask
 from meshloom.core.errors import JobError, MessageError
 from meshloom.core.job import Job
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 

@@ -20,7 +20,7 @@ from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
 from meshloom.replica.sharing import why_separate
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify

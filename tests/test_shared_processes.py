@@ -24,7 +24,7 @@ from meshloom.core.plan import Plan
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.exchange_world import Net, data

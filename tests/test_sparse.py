@@ -19,7 +19,7 @@ from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.exchange import sparse_gradients as sparse
-from meshloom.report.progress import QUIET, Listener
+from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few

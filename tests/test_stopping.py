@@ -14,7 +14,7 @@ from saving_jobs import names_in
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.launch.processes import signals
-from meshloom.report.progress import QUIET, Listener
+from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
 from tests.covering import few
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshloom.comm.recording import Count
-from meshloom.report.summary import Traffic, time_shares
+from meshloom.telemetry.summary import Traffic, time_shares
 
 
 def test_shares_add_up_to_one() -> None:

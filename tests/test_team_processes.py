@@ -11,7 +11,7 @@ import torch
 from elastic_runs import ElasticRun, left
 from safetensors.torch import load_file
 
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests import elastic_job
 

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from meshloom.report.summary import Traffic
 from meshloom.report.terminal import Terminal, duration, memory, progress_text, short
+from meshloom.telemetry.summary import Traffic
 
 
 def _terminal() -> tuple[Terminal, io.StringIO]:

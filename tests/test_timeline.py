@@ -17,13 +17,14 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import ReportError
 from meshloom.core.mesh import Mesh, Place
+from meshloom.pipeline.runtime.gather_timeline import gather_timeline
 from meshloom.pipeline.schedules.builders import KINDS, make_schedule
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.spans import Span
 from meshloom.pipeline.schedules.timing import Durations
 from meshloom.report.picture import save_picture
-from meshloom.report.timeline import Row, Timeline, idle_of, on_paper
-from meshloom.report.timeline_files import FILE, Recording, gather_timeline, read_recording, write_recording
+from meshloom.telemetry.timeline import Row, Timeline, idle_of, on_paper
+from meshloom.telemetry.timeline_files import FILE, Recording, read_recording, write_recording
 from tests.covering import few
 
 FILE_OF_A_JOB = str(Path(__file__).with_name("job_file.py"))

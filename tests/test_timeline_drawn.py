@@ -24,7 +24,7 @@ from meshloom.pipeline.schedules.timing import run_on_paper
 from meshloom.report.chrome_trace import chrome_trace
 from meshloom.report.drawing import print_timeline
 from meshloom.report.picture import draw, save_picture
-from meshloom.report.timeline import Row, Timeline, on_paper
+from meshloom.telemetry.timeline import Row, Timeline, on_paper
 
 TAKES = {"F": 1.0e-3, "B": 2.1e-3, "I": 1.0e-3, "W": 0.9e-3}  # seconds
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import CheckpointError, CollectiveError, DataError, JobError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Batch, Trainer
 from tests.covering import few
 from tests.jobs import MLP, class_loss, make_job, vectors

@@ -21,7 +21,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, seed_everything
 from meshloom.data.map_data import MapReader
 from meshloom.replica.loss_sums import Tally
-from meshloom.report.progress import QUIET, Listener
+from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.reference import Reference

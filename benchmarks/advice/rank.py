@@ -17,7 +17,7 @@ from typing import Any
 
 from jobs import JOBS
 
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Batch, Trainer
 
 WARM_UP_STEPS = 3

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from meshloom.core.job import Job
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

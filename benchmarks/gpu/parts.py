@@ -32,7 +32,7 @@ from meshloom.core.jobfile import load_job
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.verify.run import verify
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from job import make_job
 
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -23,7 +23,7 @@ from network import Host, within
 from ranks import free_port, on_hosts
 
 import meshloom as ml
-from meshloom.report.progress import Listener, Progress
+from meshloom.telemetry.progress import Listener, Progress
 
 RANKS = 4
 WAITING = {

@@ -20,7 +20,7 @@ from typing import Any
 import job as jobs
 import torch
 
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -10,9 +10,9 @@ from pathlib import Path
 from meshloom.asynchronous.protocol.head import Update
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.report.progress import Progress, Summary
-from meshloom.report.summary import TimeShares, Traffic
-from meshloom.report.terminal import how_many
+from meshloom.core.units import how_many
+from meshloom.telemetry.progress import Progress
+from meshloom.telemetry.summary import Summary, TimeShares, Traffic
 
 AGES_SHOWN = 100  # newest updates over which the age that is shown is averaged
 

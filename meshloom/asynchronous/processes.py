@@ -38,8 +38,8 @@ from meshloom.core.plan import Plan
 from meshloom.launch.failure import EndedError
 from meshloom.launch.processes.elastic import ElasticProcesses, Program
 from meshloom.launch.processes.signals import noted_signals
-from meshloom.report.progress import Listener, Summary
-from meshloom.report.summary import TimeShares
+from meshloom.telemetry.progress import Listener
+from meshloom.telemetry.summary import Summary, TimeShares
 
 _WORKERS_GO_SECONDS = 10.0  # after the last update: to finish what nobody needs any more
 _SERVERS_GO_SECONDS = 5.0

@@ -30,8 +30,8 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.world import World
-from meshloom.report.progress import Listener, Summary
-from meshloom.report.summary import TimeShares
+from meshloom.telemetry.progress import Listener
+from meshloom.telemetry.summary import Summary, TimeShares
 
 
 class AsynchronousRun:

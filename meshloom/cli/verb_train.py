@@ -17,10 +17,10 @@ from meshloom.launch.devices import choose_for_workers
 from meshloom.launch.environment import is_rank
 from meshloom.planner.staged_plan import stage_plan
 from meshloom.replica.program_engine import ProgramEngine
-from meshloom.report.progress import Listener
 from meshloom.report.records import Records, announce_start, listener_for, record_start, tell_summary
 from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal
+from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 
 

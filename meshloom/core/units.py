@@ -1,4 +1,4 @@
-"""Bytes as people read them, in sentences."""
+"""Bytes and numbers of things as people read them, in sentences."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def amount(num_bytes: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def how_many(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> how_many(1, "step"), how_many(3, "step"), how_many(2, "microbatch")
+    ('1 step', '3 steps', '2 microbatches')
+    """
+    return f"{number} {noun}{('es' if noun.endswith('ch') else 's') * (number != 1)}"

@@ -32,7 +32,7 @@ from meshloom.machine.cores import cores
 from meshloom.planner.advise import Advice, advise
 from meshloom.planner.measure.contention_factors import powers_and_most
 from meshloom.planner.pricing import Devices
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 
 ROUNDS = 5  # alone and together in turns, as machines are faster and slower from minute to minute

@@ -20,7 +20,7 @@ from pathlib import Path
 from meshloom.core.job import Job
 from meshloom.launch.processes.launcher import run_ranks
 from meshloom.planner.pricing import Option
-from meshloom.report.progress import QUIET
+from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 
 ROUNDS = 2  # there and back, as machines are faster and slower from minute to minute

@@ -13,7 +13,7 @@ from typing import Any
 from meshloom.pipeline.schedules.check import needs
 from meshloom.pipeline.schedules.schedule import Action
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.report.timeline import Row, Timeline
+from meshloom.telemetry.timeline import Row, Timeline
 
 DOING, WAITING = 0, 1  # tracks of a rank
 WHAT = {

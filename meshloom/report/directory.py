@@ -15,8 +15,8 @@ from meshloom.core.errors import ReportError
 from meshloom.report.chrome_trace import trace_text
 from meshloom.report.drawing import print_timeline
 from meshloom.report.picture import save_picture
-from meshloom.report.timeline import idle_of
-from meshloom.report.timeline_files import FILE, Recording, read_recording
+from meshloom.telemetry.timeline import idle_of
+from meshloom.telemetry.timeline_files import FILE, Recording, read_recording
 
 ENDINGS = (".svg", ".png", ".json")  # of a timeline's file
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from meshloom.core.units import how_many
 from meshloom.pipeline.schedules.spans import Span, SpanKind
 from meshloom.report.machine_tables import duration
-from meshloom.report.terminal import how_many
-from meshloom.report.timeline import Idle, Row, Timeline, idle_of
+from meshloom.telemetry.timeline import Idle, Row, Timeline, idle_of
 
 MIN_CELLS = 24  # of the grid
 HEADINGS = ("idle", "formula", "own")

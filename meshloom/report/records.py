@@ -14,8 +14,10 @@ from torch import nn
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.report.progress import Listener, Progress, Summary
-from meshloom.report.terminal import Terminal, evaluation_text, how_many, progress_text, saved_text
+from meshloom.core.units import how_many
+from meshloom.report.terminal import Terminal, evaluation_text, progress_text, saved_text
+from meshloom.telemetry.progress import Listener, Progress
+from meshloom.telemetry.summary import Summary
 
 
 class Records:

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from meshloom.core.mesh import AXES
+from meshloom.core.units import how_many
 from meshloom.planner.ranks import RankShare
 from meshloom.planner.staged_plan import Better, StagePlan
 from meshloom.report.description import quantity, size
 from meshloom.report.machine_tables import duration
-from meshloom.report.terminal import how_many
 from meshloom.tensor_parallel.search.saved_for_backward import HELD_COPIES
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from meshloom.report.summary import TimeShares, Traffic
+from meshloom.telemetry.summary import TimeShares, Traffic
 
 SECONDS_BETWEEN_LINES = 2.0
 
@@ -111,15 +111,6 @@ def evaluation_text(step: int, metrics: Mapping[str, float]) -> str:
 def saved_text(step: int, path: Path) -> str:
     """One line that says where a checkpoint is."""
     return f"step {step}  checkpoint: {path}"
-
-
-def how_many(number: int, noun: str) -> str:
-    """A number of things.
-
-    >>> how_many(1, "step"), how_many(3, "step"), how_many(2, "microbatch")
-    ('1 step', '3 steps', '2 microbatches')
-    """
-    return f"{number} {noun}{('es' if noun.endswith('ch') else 's') * (number != 1)}"
 
 
 def short(number: float) -> str:

@@ -11,7 +11,7 @@ import torch
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 
 
 def check_arguments(

@@ -32,6 +32,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
+from meshloom.core.units import how_many
 from meshloom.data.data import Chunk, Reader, build_dataset, evaluation_chunks, open_reader
 from meshloom.data.measured_shares import remeasure
 from meshloom.data.proportion import EVERY_STEPS
@@ -44,18 +45,18 @@ from meshloom.launch.opening import open_world
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
 from meshloom.parameters.model import check_dense_buffers
+from meshloom.pipeline.runtime.gather_timeline import gather_timeline
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.store.stored import Stored
 from meshloom.program.trace.precision import default_precision
 from meshloom.replica.replica import Replica, StepResult
 from meshloom.replica.trial_evaluation import untouched
-from meshloom.report.idle import idle_lines
-from meshloom.report.progress import Listener, Progress, Summary
-from meshloom.report.summary import Traffic, time_shares
-from meshloom.report.terminal import how_many
-from meshloom.report.timeline import Timeline
-from meshloom.report.timeline_files import Recording, gather_timeline, is_kept, write_recording
+from meshloom.telemetry.progress import Listener, Progress
+from meshloom.telemetry.summary import Summary, Traffic, time_shares
+from meshloom.telemetry.timeline import Timeline
+from meshloom.telemetry.timeline_files import Recording, is_kept, write_recording
 from meshloom.train.checked_arguments import check_arguments
+from meshloom.train.idle_ranks import idle_lines
 from meshloom.train.one_at_a_time import working_alone
 
 T = TypeVar("T")

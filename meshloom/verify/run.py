@@ -25,7 +25,7 @@ from meshloom.parameters.digest import digest
 from meshloom.parameters.model import build_model, check_dense_buffers, state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.replica.replica import Replica, StepResult
-from meshloom.report.progress import Listener
+from meshloom.telemetry.progress import Listener
 from meshloom.train.one_at_a_time import working_alone
 from meshloom.train.trainer import Trainer
 from meshloom.verify.comparison_run import ComparisonRun

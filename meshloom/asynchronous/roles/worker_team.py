@@ -33,7 +33,7 @@ from meshloom.data.data import Chunk
 from meshloom.launch.world import World
 from meshloom.parameters.model import state_of
 from meshloom.replica.replica import Replica
-from meshloom.report.summary import Traffic
+from meshloom.telemetry.summary import Traffic
 
 T = TypeVar("T")
 

@@ -1,9 +1,10 @@
-"""Where a run's bytes and seconds went: what the plan's formulas say beside what was counted."""
+"""What a run came to: losses, and where its bytes and seconds went, with what the plan's formulas say beside what was counted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshloom.comm.recording import Count
 
@@ -32,6 +33,21 @@ class TimeShares:
     communication: float
     waiting: float
     data: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run came to on this process's first rank."""
+
+    steps: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    evaluation: dict[str, float]
+    predicted: Traffic
+    counted: Traffic
+    shares: TimeShares
+    checkpoint: Path | None
 
 
 def time_shares(seconds: float, data: float, blocked: float, arrivals: Sequence[Sequence[float]], rank: int, num_steps: int) -> TimeShares:

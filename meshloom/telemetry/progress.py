@@ -1,4 +1,4 @@
-"""What a run tells about itself: how it stands after a step, and what it came to."""
+"""How a run stands after a step, and who is told."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from meshloom.report.summary import TimeShares, Traffic
 
 
 def _say(text: str) -> None:
@@ -32,21 +30,6 @@ class Progress:
     memory_bytes: int
     age: float | None = None
     virtual_seconds: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a run came to on this process's first rank."""
-
-    steps: int
-    seconds: float
-    first_loss: float
-    last_loss: float
-    evaluation: dict[str, float]
-    predicted: Traffic
-    counted: Traffic
-    shares: TimeShares
-    checkpoint: Path | None
 
 
 @dataclass

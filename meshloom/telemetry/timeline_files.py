@@ -1,4 +1,4 @@
-"""Timelines of a run: gathered from the ranks, kept as `timeline.json` in the run's directory, and read again.
+"""Timelines of a run, kept as `timeline.json` in the run's directory, and read again.
 
 Of a run the first few steps and the last one are kept. The first shows what is done once; the last is the one to look at.
 """
@@ -7,18 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from meshloom.comm.group import Group
-from meshloom.comm.network.clocks import clock_offsets
-from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import ReportError
-from meshloom.core.mesh import Place
-from meshloom.pipeline.schedules.schedule import Schedule
-from meshloom.pipeline.schedules.spans import Span
-from meshloom.report.timeline import Row, Timeline
+from meshloom.telemetry.timeline import Timeline
 
 FILE = "timeline.json"
 VERSION = 1
@@ -51,24 +44,6 @@ def is_kept(step: int, steps_before: int, num_steps: int) -> bool:
     ([1, 2, 3, 10], [5, 6, 7, 10])
     """
     return step <= steps_before + FIRST_STEPS or step == num_steps
-
-
-def gather_timeline(group: Group, spans: Sequence[Span], *, step: int, place: Place, schedule: Schedule) -> Steps[Timeline]:
-    """A step of all ranks on rank 0's clock, on every rank; all of them call it right after the step.
-
-    group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: counted from 1.
-    """
-    offsets = yield from clock_offsets(group)
-    mine = {"place": asdict(place), "spans": [asdict(span) for span in spans]}
-    everyone = yield from collect(group, mine)
-    rows = [
-        Row(rank=rank, place=Place(**each["place"]), spans=tuple(_shifted(Span(**span), -offset.seconds) for span in each["spans"]))
-        for rank, (each, offset) in enumerate(zip(everyone, offsets, strict=True))
-    ]  # fmt: skip
-    start = min((span.start for row in rows for span in row.actions), default=0.0)
-    rows = [replace(row, spans=tuple(_shifted(span, -start) for span in row.spans)) for row in rows]
-    error = sum(sorted(each.error_seconds for each in offsets)[-2:])  # of the two that are known least
-    return Timeline(step=step, schedule=schedule, rows=tuple(rows), clock_error_seconds=error)
 
 
 def write_recording(directory: Path, recording: Recording) -> Path:
@@ -108,11 +83,6 @@ def read_recording(directory: Path) -> Recording:
         return Recording(plan=plan, timelines=tuple(Timeline.from_dict(each) for each in steps))
     except ReportError as error:
         raise ReportError(f"{path}: {error} Train again with --out.") from None
-
-
-def _shifted(span: Span, seconds: float) -> Span:
-    """Rounded to nanoseconds, which is what clocks give."""
-    return replace(span, start=round(span.start + seconds, 9), stop=round(span.stop + seconds, 9))
 
 
 def _list(steps: Sequence[int]) -> str:
