@@ -263,9 +263,9 @@ def test_the_outer_momentum_is_saved_whole_where_parameters_are_divided(tmp_path
         trainer.fit()
     assert_near(trained(job, plan, resume=tmp_path), straight, rtol=1e-4)  # the optimizer's state was averaged by the save
     with Trainer(job, plan, devices="simulated", resume=tmp_path, dtype=torch.float64) as trainer:
-        outer: Any = trainer.replicas[1]._outer
-        assert outer.momentum.keys() == dict(trainer.replicas[1].model.named_parameters()).keys()
-        assert outer.momentum["blocks.0.qkv.weight"].abs().max() > 0
+        momentum = trainer.replicas[1].exchange.state
+        assert momentum is not None and momentum.keys() == dict(trainer.replicas[1].model.named_parameters()).keys()
+        assert momentum["blocks.0.qkv.weight"].abs().max() > 0
 
 
 # --- Bytes, refusals, mistakes.
@@ -278,7 +278,7 @@ def test_parameters_travel_once_a_round_and_bytes_are_predicted(model: str, inne
     with Trainer(job, f"dp=2,exchange=local_sgd,local_steps=4{inner}", devices="simulated", out=tmp_path) as trainer:
         summary = trainer.fit()
         assert summary.predicted == summary.counted
-        assert trainer.replicas[0].bytes_of_rounds()["all_reduce"] == 3 * 4 * sum(
+        assert trainer.replicas[0].exchange.bytes_so_far()["all_reduce"] == 3 * 4 * sum(
             each.numel() for _, each in trainer.replicas[0].named
         )  # 2 rounds, 1 look
 

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from meshloom.core.costs import ALGORITHMS
 from meshloom.core.errors import PlanError
+from meshloom.core.exchanges import EXCHANGES, check_exchange, complete_compress, exempt_setting, known_word
 from meshloom.core.mesh import Mesh
-from meshloom.core.plan_exchange import check_exchange, complete_compress, exempt_setting, known_word
 from meshloom.core.plan_shares import apportion, check_shares, complete_shares, fixed_shares
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages a rank; of interleaved at least
@@ -74,7 +73,7 @@ class Plan:
     recompute: what backward needs of forward is kept (none), computed again block by block (full), or computed again where that is cheap (selective).
     exchange: how replicas agree. all_reduce: all get the sum of gradients and make the same update; ring, tree, halving, hierarchical: the same, by
         this algorithm instead of the library's own. server: some ranks update for all, once a step.
-        async: servers update with every push. local_sgd, diloco: each replica steps by itself, and every `local_steps` they average parameters.
+        async: servers update with every push. local_sgd, diloco: replicas take independent local steps, and every `local_steps` they average parameters.
     servers: ranks that are servers too: the first of the replicas, over which the elements are divided evenly.
     staleness: how many steps the fastest worker may be ahead of the slowest; None: any number. 0 makes exchange=async to exchange=server.
     rate_by_age: with exchange=async, learning rates are divided by the age of the gradient's parameters: the updates made since, if more than one.
@@ -183,7 +182,7 @@ class Plan:
         if self.exchange == "async" and self.staleness == 0:  # nobody is ahead of anybody
             object.__setattr__(self, "exchange", "server")
             object.__setattr__(self, "staleness", None)
-        check_exchange(self)
+        check_exchange(self, {field.name: field.default for field in fields(self)})
         object.__setattr__(self, "shares", complete_shares(self.shares))
         check_shares(self)
 
@@ -198,14 +197,9 @@ class Plan:
         return self.tp > 1 or self.pp > 1 or self.recompute != "none"
 
     @property
-    def local(self) -> bool:
-        """Whether replicas step by themselves, and average parameters now and then."""
-        return self.exchange in ("local_sgd", "diloco")
-
-    @property
     def algorithm(self) -> str:
         """By which algorithm replicas add up; "": by that of what they talk through."""
-        return self.exchange if self.exchange in ALGORITHMS else ""
+        return self.exchange if EXCHANGES[self.exchange].algorithm else ""
 
     @property
     def exempt(self) -> str:

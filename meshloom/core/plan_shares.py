@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from meshloom.core.errors import PlanError
+from meshloom.core.exchanges import EXCHANGES
 
 
 class ShareSettings(Protocol):
@@ -76,9 +77,9 @@ def check_shares(plan: ShareSettings) -> None:
         raise PlanError(f"shares={plan.shares} divides batches over replicas, and dp=1. Use dp=2 or more, or leave shares out.")
     if given and len(given) != plan.dp:
         raise PlanError(f"shares={plan.shares} is for {len(given)} replicas, and dp={plan.dp}. Give one number for each replica.")
-    if plan.exchange == "async":
+    if not EXCHANGES[plan.exchange].synchronous:
         raise PlanError(f"shares={plan.shares} is for steps taken together; with exchange=async fast workers push more often. Leave shares out.")
-    if plan.exchange in ("local_sgd", "diloco"):
+    if EXCHANGES[plan.exchange].independent:
         raise PlanError(
             f"shares={plan.shares} would not keep the mean: with exchange={plan.exchange} every replica's parameters count the same, however many "
             "samples it had. Use exchange=all_reduce or server, or leave shares out."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,21 @@ from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.buckets.reduction import Exact, Reduction
 from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.registry import Setup
+from meshloom.exchange.shared import OneForAll
+from meshloom.exchange.zero import ZeroOne
 from meshloom.program.operators.fused_grad_accumulation import Room
+
+
+def open_all_reduce(setup: Setup) -> Exchange:
+    """The sum of all gradients, for every replica or (zero=1, and where replicas have one copy of the parameters) for the owner of each part."""
+    plan, windows, settings = setup.plan, setup.windows, setup.bucket_settings
+    if plan.compress != "none":
+        return AllReduce(setup.dense, setup.group, reduction=setup.reduction(), **settings)
+    if windows is not None and setup.may_share():
+        copies = partial(OneForAll, windows=windows, frozen=setup.frozen)
+        return ZeroOne(setup.dense, setup.group, windows=windows, copies=copies, **settings)
+    return (ZeroOne if plan.zero else AllReduce)(setup.dense, setup.group, windows=windows, **settings)
 
 
 class AllReduce(Exchange):
@@ -54,18 +69,6 @@ class AllReduce(Exchange):
     def owned(self) -> Sequence[Slice]:
         return self._owned
 
-    @property
-    def owners(self) -> None:
-        return None
-
-    @property
-    def one_copy(self) -> bool:
-        return False
-
-    def open(self) -> Steps[None]:
-        return
-        yield
-
     def begin_step(self) -> None:
         self._buckets.begin_step()
 
@@ -88,10 +91,6 @@ class AllReduce(Exchange):
                 gradients[entry.name] = bucket.flat[entry.start : entry.stop] if is_used else None
         yield from self._buckets.share_order(self._group)
         return [gradients[slice_.name] for slice_ in self._owned]
-
-    def publish(self) -> Steps[None]:
-        return
-        yield
 
     def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
         for slice_, each in zip(self._owned, gradients, strict=True):

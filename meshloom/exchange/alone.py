@@ -12,7 +12,7 @@ from meshloom.exchange.exchange import Exchange, Give, Slice
 
 
 class Alone(Exchange):
-    """The exchange of a plan with dp=1."""
+    """The exchange of a plan with dp=1, of one local step, and of ranks that hold nothing that is updated."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
@@ -21,30 +21,9 @@ class Alone(Exchange):
     def owned(self) -> Sequence[Slice]:
         return self._owned
 
-    @property
-    def owners(self) -> None:
-        return None
-
-    @property
-    def one_copy(self) -> bool:
-        return False
-
-    def open(self) -> Steps[None]:
-        return
-        yield
-
     def begin_step(self) -> None:
         for slice_ in self._owned:
             slice_.parameter.grad = None
-
-    def begin_last_chunk(self) -> None:
-        pass
-
-    def room(self, parameter: Tensor) -> None:
-        return None
-
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        pass
 
     def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         present = [slice_.parameter.grad for slice_ in self._owned if slice_.parameter.grad is not None]
@@ -58,16 +37,6 @@ class Alone(Exchange):
         return [None if slice_.parameter.grad is None else next(dense).reshape(-1) for slice_ in self._owned]
         yield
 
-    def publish(self) -> Steps[None]:
-        return
-        yield
-
     def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
         for slice_, each in zip(self._owned, gradients, strict=True):
             yield from give(slice_.name, None if each is None else each.view(slice_.parameter.shape))
-
-    def bytes_per_step(self) -> dict[str, int]:
-        return {}
-
-    def bytes_once(self) -> dict[str, int]:
-        return {}

@@ -17,7 +17,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshloom.exchange.local_sgd import Named, RoundEnd
+from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.local_sgd import RoundEnd, open_local_sgd
+from meshloom.exchange.registry import Named, Setup
+
+
+def open_diloco(setup: Setup) -> Exchange:
+    """As the plan's settings say."""
+    return open_local_sgd(setup, OuterStep(learning_rate=setup.plan.outer_learning_rate, momentum=setup.plan.outer_momentum))
 
 
 class OuterStep(RoundEnd):
@@ -28,6 +35,13 @@ class OuterStep(RoundEnd):
         self._momentum = momentum
         self._beginning: list[Tensor] = []
         self.momentum: Mapping[str, Tensor] = {}
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        return self.momentum
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self.momentum = state
 
     def begin(self, named: Named) -> None:
         self._beginning = [parameter.detach().clone() for _, parameter in named]

@@ -1,4 +1,4 @@
-"""Local SGD: every replica takes some steps by itself, then all take the mean of their parameters.
+"""Local SGD: replicas take independent local steps, then all take the mean of their parameters.
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019).
 
@@ -7,26 +7,35 @@ Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019).
     replica 2    step  step  step /         \\ step  step ...
 
 Each steps with the user's optimizer on the mean gradient of its own share, and keeps the optimizer's state to itself. The mean is a plain one: a
-replica with a larger share counts no more than others. A round can be ended early (`settle`): a checkpoint, and the end of the run, need one model.
+replica with a larger share counts no more than others. A round can be ended early: a checkpoint, and the end of the run, need one model.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.exchange.exchange import Give
-
-Named = Sequence[tuple[str, nn.Parameter]]
+from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.registry import Named, Setup
 
 
 class RoundEnd(ABC):
     """What becomes of the mean of all replicas' parameters at the end of a round."""
+
+    @property
+    def state(self) -> Mapping[str, Tensor] | None:
+        """As `Exchange.state`."""
+        return None
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `state` was."""
+        raise AssertionError("nothing is kept between rounds")
 
     @abstractmethod
     def begin(self, named: Named) -> None:
@@ -48,13 +57,20 @@ class TakeMean(RoundEnd):
             parameter.data.copy_(mean)
 
 
-class Rounds:
-    """Counts the steps of a replica among those of `group`, and ends rounds.
+def open_local_sgd(setup: Setup, end: RoundEnd | None = None) -> Exchange:
+    """As the plan's settings say. end: of a round; default: every replica goes on from the mean."""
+    steps = setup.plan.local_steps
+    return LocalSGD(setup.alone(), setup.named, setup.group, local_steps=steps, end=end or TakeMean(), apart=setup.apart)
+
+
+class LocalSGD(Exchange):
+    """Replicas of `group` step by the gradients of `inner`, each its own, and average parameters at the end of a round.
 
     named: the trainable parameters. apart: names of those that other groups hold too, and average apart from others, so that the same bits come out.
     """
 
-    def __init__(self, named: Named, group: Group, *, local_steps: int, end: RoundEnd, apart: Collection[str] = ()) -> None:
+    def __init__(self, inner: Exchange, named: Named, group: Group, *, local_steps: int, end: RoundEnd, apart: Collection[str] = ()) -> None:
+        self._inner = inner
         self._group = group
         self._local_steps = local_steps
         self._end = end
@@ -67,46 +83,63 @@ class Rounds:
         self._times = 0  # means taken
 
     @property
+    def owned(self) -> Sequence[Slice]:
+        return self._inner.owned
+
+    @property
+    def independent(self) -> bool:
+        return True
+
+    @property
     def settled(self) -> bool:
-        """Whether all replicas hold the same parameters. Equal on all ranks."""
         return self._taken == 0
 
+    @property
+    def state(self) -> Mapping[str, Tensor] | None:
+        return self._end.state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._end.load(state if len(state) == len(self._named) else {})
+
     def begin_step(self) -> None:
-        """The replica is about to step."""
+        self._inner.begin_step()
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        self._inner.gradient_ready(parameter)
+
+    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
         if self.settled:
             self._end.begin(self._named)
         self._taken += 1
+        return (yield from self._inner.finish(weight))
 
-    def end_step(self) -> Steps[bool]:
-        """The replica has stepped; whether that ended the round."""
-        if self._taken < self._local_steps:
-            return False
-        return (yield from self.settle())
-
-    def settle(self) -> Steps[bool]:
-        """End the round, if one is under way; whether it was."""
-        if self.settled:
+    def settle(self, *, early: bool) -> Steps[bool]:
+        if self.settled or not (early or self._taken >= self._local_steps):
             return False
         means = yield from self._means()
         self._end.end(self._named, means)
         self._taken = 0
         return True
 
-    def mean(self) -> Steps[list[Tensor]]:
-        """Put the mean in the place of the parameters; the values they had, for `put_back`."""
+    def show_mean(self) -> Steps[Callable[[], None]]:
         means = yield from self._means()
         own = [parameter.data.clone() for _, parameter in self._named]
-        for (_, parameter), mean in zip(self._named, means, strict=True):
-            parameter.data.copy_(mean)
-        return own
+        self._set(means)
+        return lambda: self._set(own)
 
-    def put_back(self, own: Sequence[Tensor]) -> None:
-        """Undo `mean`."""
-        for (_, parameter), value in zip(self._named, own, strict=True):
+    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+        """The plain mean over replicas of whole gradients, those that are None counting as zero."""
+        yield from self._inner.each_gradient(gradients, partial(self._give_mean, give))
+
+    def bytes_so_far(self) -> dict[str, int]:
+        num_bytes = sum(parameter.numel() * _precision(parameter.dtype).itemsize for _, parameter in self._named)
+        return {"all_reduce": num_bytes * self._times}
+
+    def _set(self, values: Sequence[Tensor]) -> None:
+        for (_, parameter), value in zip(self._named, values, strict=True):
             parameter.data.copy_(value)
 
-    def give_mean(self, give: Give, name: str, gradient: Tensor | None) -> Steps[None]:
-        """Give the plain mean over replicas of a whole gradient, those that are None counting as zero: for inspection."""
+    def _give_mean(self, give: Give, name: str, gradient: Tensor | None) -> Steps[None]:
         parameter = self._parameters[name]
         flat = parameter.new_zeros(parameter.numel() + 1, requires_grad=False)
         if gradient is not None:
@@ -116,11 +149,6 @@ class Rounds:
         yield
         work.wait()
         yield from give(name, flat[:-1].div(self._group.size).view(parameter.shape) if bool(flat[-1]) else None)
-
-    def bytes_so_far(self) -> dict[str, int]:
-        """Bytes that all means handed to collectives."""
-        num_bytes = sum(parameter.numel() * _precision(parameter.dtype).itemsize for _, parameter in self._named)
-        return {"all_reduce": num_bytes * self._times}
 
     def _means(self) -> Steps[list[Tensor]]:
         self._times += 1

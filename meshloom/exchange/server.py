@@ -23,8 +23,14 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.registry import Setup
 from meshloom.exchange.slices import OwnedSlices, Used, give_bucket, move_into_flat, share_of
 from meshloom.program.operators.fused_grad_accumulation import Room
+
+
+def open_server(setup: Setup) -> Exchange:
+    """As the plan's settings say."""
+    return Server(setup.dense, setup.group, num_servers=setup.plan.servers, **setup.bucket_settings)
 
 
 class Server(Exchange):
@@ -62,12 +68,8 @@ class Server(Exchange):
         return self._group
 
     @property
-    def one_copy(self) -> bool:
-        return False
-
-    def open(self) -> Steps[None]:
-        return
-        yield
+    def num_owners(self) -> int:
+        return self._num_servers
 
     def begin_step(self) -> None:
         self._works.clear()

@@ -27,8 +27,7 @@ NOT_USED = -1
 class WithSparse(Exchange):
     """`inner` for dense gradients; those of `named` are sparse, with one sparse dim: the first.
 
-    group: the replicas; None: this replica agrees with itself alone. num_owners: where `inner` has owners, of how many, the first ones: each owns an even
-    share of the elements of `named` too.
+    group: the replicas; None: this replica agrees with itself alone. Where `inner` has owners, each owns an even share of the elements of `named` too.
     kept: of whose gradients the optimizer wants to see the sparse form, by name: `finish` gives these as sparse tensors, of the parameter's shape where all of
     it is owned, else of one dim. insisted: where it takes no other, so that a dense gradient is an error.
     """
@@ -39,13 +38,12 @@ class WithSparse(Exchange):
         named: Sequence[tuple[str, nn.Parameter]],
         group: Group | None,
         *,
-        num_owners: int,
         kept: Collection[str],
         insisted: Collection[str],
     ) -> None:
         self._inner, self._named, self._group = inner, list(named), group
         self._kept, self._insisted = frozenset(kept), frozenset(insisted)
-        self._num_owners = num_owners if inner.owners is not None else 1
+        self._num_owners = inner.num_owners
         here = group.rank if group is not None and inner.owners is not None else 0
         self._shares = [[_share(name, each, owner, self._num_owners) for name, each in self._named] for owner in range(self._num_owners)]
         self._mine = [each for each in self._shares[here] if each.start < each.stop] if here < self._num_owners else []
@@ -60,6 +58,10 @@ class WithSparse(Exchange):
     @property
     def owners(self) -> Group | None:
         return self._inner.owners
+
+    @property
+    def num_owners(self) -> int:
+        return self._num_owners
 
     @property
     def one_copy(self) -> bool:
@@ -77,9 +79,6 @@ class WithSparse(Exchange):
 
     def begin_last_chunk(self) -> None:
         self._inner.begin_last_chunk()
-
-    def room(self, parameter: Tensor) -> None:
-        return None
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._arrived:
@@ -128,12 +127,17 @@ class WithSparse(Exchange):
         return self._inner.bytes_once()
 
     def bytes_so_far(self) -> dict[str, int]:
-        """Bytes that the gradients of rows, and what became of them, have handed to each kind of collective: known from the rows that came, not before."""
         return dict(self._sent)
 
-    def most_bytes(self) -> int:
-        """That a step can hand over for the gradients of rows, if all rows are used: what a dense exchange would take, and a flag per row."""
-        return sum(8 + len(each) * (_width(each) + 1) * each.element_size() for _, each in self._named)
+    def notes(self) -> list[str]:
+        if self._group is None:
+            return []
+        # What a dense exchange would take, and a flag per row.
+        most = sum(8 + len(each) * (_width(each) + 1) * each.element_size() for _, each in self._named)
+        return [
+            f"Embeddings with sparse=True send the rows that a step uses, so what that takes is known afterwards only (at most {most:,} bytes of gradients "
+            "a step): the predicted bytes at the end are computed from the rows that there were."
+        ]
 
     def _add_up(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """This replica's gradient over all chunks, each row once, in order."""

@@ -45,7 +45,6 @@ class Updater:
     updated. `job.elementwise` overrides the trial: True updates slices, False whole parameters; None finds out.
     shards, parts: where parameters are divided over tp, how, and what the model holds of them now under the same names; `exchange` is over these.
     stages: the ranks along pp, each of which updates other parameters: those in `parts`.
-    num_keepers: where the exchange has owners, of how many, the first ones, whole parameters may be; None: of all.
     made: what the job's optimizer function has made of the named parameters, if it was called already.
     Parameters that every rank of tp holds whole are updated by each of them, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
@@ -59,12 +58,10 @@ class Updater:
         shards: Shards | None = None,
         parts: NamedParameters | None = None,
         stages: Group | None = None,
-        num_keepers: int | None = None,
         made: Made | None = None,
     ) -> None:
         self._job = job
         self._stages = stages
-        self._num_keepers = num_keepers
         self._here = {name for name, _ in parts} if parts is not None and stages is not None else None
         self._exchange = exchange
         self._shards = shards or Shards({}, None)
@@ -237,7 +234,7 @@ class Updater:
         """
         owners, shards, one_copy = self._exchange.owners, self._shards, self._exchange.one_copy
         assert not (one_copy and "optimizer" in reaches), "every rank would update the one copy"
-        num_owners, here = (self._num_keepers or owners.size, owners.rank) if owners else (1, 0)
+        num_owners, here = (self._exchange.num_owners, owners.rank) if owners else (1, 0)
         whole: dict[str, nn.Parameter] = {}
         everywhere: set[str] = set()
         for optimizer, how in zip(self._optimizers, reaches, strict=True):

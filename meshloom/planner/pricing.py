@@ -160,7 +160,7 @@ class Pricer:
         rehearsed, the batch, and temporaries as large as one device's for such a chunk, divided over tp.
         """
         plan = rehearsal.plan
-        if self._is_predicted and not plan.reads and not plan.local and plan.exchange == "all_reduce" and plan.compress == "none":
+        if self._is_predicted and not plan.reads and plan.exchange == "all_reduce" and plan.compress == "none":
             predicted = self._predicted(plan, one_copy=rehearsal.one_copy)
             if predicted is not None:
                 return predicted.peak

@@ -36,7 +36,7 @@ class RankShare:
 
 def has_shares(plan: Plan) -> bool:
     """Whether `rank_shares` knows what ranks of the plan hold and send."""
-    return plan.recompute == "none" and plan.exchange == "all_reduce" and plan.compress == "none" and not plan.local
+    return plan.recompute == "none" and plan.exchange == "all_reduce" and plan.compress == "none"
 
 
 def shares_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.plan import Plan
 from meshloom.core.units import amount
 from meshloom.machine.links import Link
@@ -47,9 +48,7 @@ def what_it_does(plan: Plan) -> str:
     parts: list[str] = []
     if plan.dp > 1:
         share = {2: "half", 3: "a third", 4: "a quarter"}.get(plan.dp, f"1/{plan.dp}")
-        how = {"server": "servers add up their gradients and send new parameters", "local_sgd": "they average parameters now and then"}
-        how["diloco"] = how["local_sgd"]
-        parts.append(f"each of {plan.dp} replicas trains on {share} of the batch and {how.get(plan.exchange, 'they add up their gradients')}")
+        parts.append(f"each of {plan.dp} replicas trains on {share} of the batch and {EXCHANGES[plan.exchange].agreement}")
     if plan.pp > 1:
         chunks = f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "the batch in one piece, so that one rank works at a time"
         parts.append(f"the layers are divided over {plan.pp} ranks, which hand on {chunks}")

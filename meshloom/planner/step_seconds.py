@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from meshloom.core.errors import MachineError
+from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.mesh import AXES, Axis
 from meshloom.machine.links import COLLECTIVES, Collective, Where
 from meshloom.machine.machine import Machine, collective_seconds
@@ -59,7 +60,7 @@ def price_step(rehearsal: Rehearsal, machine: Machine, *, memory_share: float = 
     """
     pricer = _Pricer(rehearsal, machine, memory_share, places or Places())
     prices = [pricer.price(step) for step in rehearsal.steps]
-    if rehearsal.plan.local:
+    if EXCHANGES[rehearsal.plan.exchange].independent:
         return _mean(prices)
     return sorted(prices, key=lambda each: each.seconds)[(len(prices) - 1) // 2]
 

@@ -30,6 +30,7 @@ from meshloom.comm.seat import Seat
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.errors import CheckpointError, DataError, TrainingError
+from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.mesh import Axis
 from meshloom.core.modes import Modes
@@ -37,16 +38,9 @@ from meshloom.core.plan import Plan
 from meshloom.core.timings import Timings
 from meshloom.data.data import Chunk
 from meshloom.data.pace import Pace
-from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
-from meshloom.exchange.choose import exchange_by_name
-from meshloom.exchange.diloco import OuterStep
 from meshloom.exchange.exchange import Exchange, Give
-from meshloom.exchange.local_sgd import Rounds, TakeMean
-from meshloom.exchange.nothing import Nothing
-from meshloom.exchange.shared import OneForAll
-from meshloom.exchange.sparse_gradients import WithSparse
-from meshloom.exchange.zero import ZeroOne
+from meshloom.exchange.registry import Setup
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.optimizer.sparse_parameters import make_dense
 from meshloom.optimizer.state import STATE
@@ -135,7 +129,7 @@ class Replica:
         self._undo = ExitStack()
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
-        self._tally = Tally(seat.device, keeps_own=plan.local)
+        self._tally = Tally(seat.device, keeps_own=EXCHANGES[plan.exchange].independent)
         self.engine: Engine = (
             ProgramEngine(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored) if plan.reads else ModuleEngine(job, plan, seat)
         )
@@ -144,10 +138,7 @@ class Replica:
         self._copied_bytes = 0  # of parameters and buffers, at the start
         self._saved_bytes: Counter[str] = Counter()  # what gathering the optimizer's state for checkpoints handed over along dp
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}  # what else is expected to have been handed over along them
-        self._outer: OuterStep | None = None
-        self._sparse: WithSparse | None = None
         self.exchange: Exchange
-        self.rounds: Rounds | None  # where replicas step by themselves
         self.updater: Updater
 
     def prepare(self) -> Steps[None]:
@@ -167,11 +158,9 @@ class Replica:
         with self.timings.of("optimizer and buffers"):
             made = make_optimizers(self.job, whole) if self._updates else None
             self.exchange = self._open_exchange(made)
-            self.rounds = self._open_rounds()
             if made:
                 self.updater = Updater(
-                    self.job, whole, self.exchange, self.shards, self.named, self._stage_group,
-                    self.plan.servers if self.plan.exchange == "server" else None, made,
+                    self.job, whole, self.exchange, self.shards, self.named, self._stage_group, made,
                 )  # fmt: skip
             yield from self.exchange.open()
         self._undo.enter_context(self.engine.connect(self.exchange))
@@ -200,7 +189,7 @@ class Replica:
             sent.update(self.updater.bytes_per_step(axis))
         with self._span("exchange"):
             yield from self.exchange.publish()
-            if self.rounds and (yield from self.rounds.end_step()):
+            if (yield from self.exchange.settle(early=False)):
                 self.updater.forget()
             yield from self.engine.published()
         self._updating = False
@@ -228,8 +217,7 @@ class Replica:
         if self.stop_requests is not None:
             yield from self.engine.add_up("tp", self._tally.sums[4:])
         total, weight, divisor = self._tally.result(chunks[0].batch)
-        if self.rounds:
-            self.rounds.begin_step()
+        if self.exchange.independent:
             divisor = self._tally.own_divisor(chunks[0].batch)
         with self._span("exchange"):
             gradients = yield from self.exchange.finish(divisor)
@@ -241,7 +229,7 @@ class Replica:
         """Hand `take` the averaged gradient of every trainable parameter, whole, one after another: all of them on the replica's first rank."""
 
         def mine(give: Give) -> Steps[None]:
-            yield from self.exchange.each_gradient(found.of_owned, partial(self.rounds.give_mean, give) if self.rounds else give)
+            yield from self.exchange.each_gradient(found.of_owned, give)
 
         yield from self.engine.gather(mine, take)
 
@@ -256,7 +244,7 @@ class Replica:
 
     def settle(self) -> Steps[None]:
         """End a round of local steps, so that all replicas hold the same parameters; nothing if they do. Every rank calls it."""
-        if self.rounds and (yield from self.rounds.settle()):
+        if (yield from self.exchange.settle(early=True)):
             self.updater.forget()
             yield from self.engine.lend_again()
 
@@ -265,14 +253,14 @@ class Replica:
 
         Within a round of local steps it is the mean of the replicas' parameters that is evaluated; afterwards each goes on from its own.
         """
-        if self.rounds is None or self.rounds.settled:
+        if self.exchange.settled:
             return (yield from self._evaluate(chunks))
-        own = yield from self.rounds.mean()
+        put_back = yield from self.exchange.show_mean()
         try:
             yield from self.engine.lend_again()
             values = yield from self._evaluate(chunks)
         finally:
-            self.rounds.put_back(own)
+            put_back()
         yield from self.engine.lend_again()
         return values
 
@@ -307,16 +295,16 @@ class Replica:
         return self.engine.weights()
 
     def optimizer_state(self) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
-        """As `Updater.state`. Replicas that step by themselves are one before: parameters by ending the round, the optimizer's state by its mean."""
+        """As `Updater.state`. Replicas that take independent steps are one before: parameters by ending the round, the optimizer's state by its mean."""
         yield from self.settle()
-        if self.rounds:
+        if self.exchange.independent:
             self._saved_bytes.update((yield from self.updater.average_state(self.replicas, self.seat.readers)))
         pieces, streams, values = yield from self.updater.state(self.seat.world)
         self._sent["tp"].update(self.updater.bytes_per_save("tp"))
         self._saved_bytes.update(self.updater.bytes_per_save("dp"))
-        if self._outer:
+        if self.exchange.state is not None:
             here = {name for name, _ in self.named} if self._stage_group else None
-            outer, gathered = yield from outer_pieces(self._outer.momentum, self.shards, self.seat.world, self.seat.device, here)
+            outer, gathered = yield from outer_pieces(self.exchange.state, self.shards, self.seat.world, self.seat.device, here)
             pieces = pieces + outer
             if gathered:
                 self._sent["tp"]["all_gather"] += gathered.bytes_tp
@@ -403,7 +391,7 @@ class Replica:
         yield from check_together(world, lambda: check(checkpoint))
         found: list[Loader] = []
         yield from check_together(world, lambda: found.append(self._loader(checkpoint)))
-        wanted = (STATE, OUTER) if self._outer else (STATE,)
+        wanted = (STATE, OUTER) if self.exchange.state is not None else (STATE,)
         yield from hand_over(checkpoint, [key for key in checkpoint.keys() if key.startswith(wanted)], found[0], world)  # noqa: SIM118  (no dict)
         return checkpoint
 
@@ -418,29 +406,14 @@ class Replica:
 
         def finish() -> None:
             finish_updater()
-            if self._outer:
-                self._outer.momentum = momentum if len(momentum) == len(self.named) else {}
+            if self.exchange.state is not None:
+                self.exchange.load(momentum)
 
         return Loader(weight=self.shards.weights_loader(self.model), state=state, finish=finish)
 
-    def bytes_of_rounds(self) -> dict[str, int]:
-        """Bytes that the means of parameters so far handed over along dp."""
-        return self.rounds.bytes_so_far() if self.rounds else {}
-
-    def bytes_of_rows(self) -> dict[str, int]:
-        """Bytes that sparse gradients so far handed over along dp, by the rows that there were."""
-        return self._sparse.bytes_so_far() if self._sparse else {}
-
     def notes(self) -> list[str]:
         """What the user should know before the first step."""
-        notes = [*self.updater.notes(), *self.engine.notes]
-        if self._sparse and self.plan.dp > 1 and not self.plan.local:
-            most = self._sparse.most_bytes()
-            notes.append(
-                f"Embeddings with sparse=True send the rows that a step uses, so what that takes is known afterwards only (at most {most:,} bytes of gradients "
-                "a step): the predicted bytes at the end are computed from the rows that there were."
-            )
-        return notes
+        return [*self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
 
     def bytes_of_saves(self) -> dict[str, int]:
         """Bytes that the checkpoints so far handed over along dp."""
@@ -462,37 +435,13 @@ class Replica:
         if made is None:
             return Alone(self.named)
         sparse = self.engine.sparse(made.optimizers)
-        if not sparse.names:
-            return self._open_dense(self.named, made)
-        dense = self._open_dense([(name, each) for name, each in self.named if name not in sparse.names], made, share=False)
-        self._sparse = WithSparse(
-            dense, [(name, each) for name, each in self.named if name in sparse.names], self.replicas if self.plan.dp > 1 and not self.plan.local else None,
-            num_owners=self.plan.servers if self.plan.exchange == "server" else self.plan.dp, kept=sparse.kept, insisted=sparse.insisted,
+        setup = Setup(
+            plan=self.plan, named=self.named, frozen=self._frozen, group=self.replicas, apart=self.engine.replicated,
+            windows=windows_of(self.replicas) if self.seat.device.type == "cpu" else None,
+            may_share=lambda: self._share and not sparse.names and not why_separate(made, self.named),
+            sparse=sparse.names, kept=sparse.kept, insisted=sparse.insisted,
         )  # fmt: skip
-        return self._sparse
-
-    def _open_dense(self, named: NamedParameters, made: Made, *, share: bool = True) -> Exchange:
-        """share: whether replicas may have one copy of the parameters."""
-        if self.plan.dp == 1:
-            return Alone(named)
-        if not named:
-            return Nothing()
-        by_name = exchange_by_name(self.plan, named, self.replicas, apart=self.engine.replicated)
-        if by_name is not None:
-            return by_name
-        windows = windows_of(self.replicas) if self.seat.device.type == "cpu" else None
-        settings: Any = {"bucket_bytes": self.plan.bucket_bytes, "overlap": self.plan.overlap, "apart": self.engine.replicated, "windows": windows}
-        if windows is not None and share and self._share and not why_separate(made, named):
-            copies = partial(OneForAll, windows=windows, frozen=self._frozen)
-            return ZeroOne(named, self.replicas, copies=copies, **settings)
-        return (ZeroOne if self.plan.zero else AllReduce)(named, self.replicas, **settings)
-
-    def _open_rounds(self) -> Rounds | None:
-        if not self.plan.local:
-            return None
-        if self.plan.exchange == "diloco":
-            self._outer = OuterStep(learning_rate=self.plan.outer_learning_rate, momentum=self.plan.outer_momentum)
-        return Rounds(self.named, self.replicas, local_steps=self.plan.local_steps, end=self._outer or TakeMean(), apart=self.engine.replicated)
+        return setup.open()
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen:

@@ -291,9 +291,8 @@ class Trainer:
 
     def _compare(self, step: int) -> None:
         """Compare the replicas' bits, if that is due and they should be the same."""
-        rounds = self.replicas[0].rounds
         due = self.next_step // CHECK_EVERY > self._checked // CHECK_EVERY or self.next_step == self.steps
-        if self.plan.dp > 1 and due and (rounds is None or rounds.settled):
+        if self.plan.dp > 1 and due and self.replicas[0].exchange.settled:
             self.together(lambda replica: replica.check_identical(step))
             self._checks += 1
             self._checked = self.next_step
@@ -629,8 +628,7 @@ class Trainer:
                 total[name] = total.get(name, 0) + count * times
 
         add(replica.bytes_of_saves(), 1)
-        add(replica.bytes_of_rounds(), 1)
-        add(replica.bytes_of_rows(), 1)
+        add(replica.exchange.bytes_so_far(), 1)
         add(replica.bytes_per_step(), self._clock.num_steps)
         if self.plan.dp > 1:
             add({"all_gather": replica.bytes_per_check()}, self._checks)

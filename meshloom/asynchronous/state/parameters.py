@@ -62,6 +62,7 @@ class _Ownership:
 
     owned: Sequence[Slice]
     owners: Group | None
+    num_owners: int = 1
     one_copy: bool = False
 
 

@@ -62,7 +62,7 @@ def rehearse(job: Job, plan: Plan, *, threads: int, common_memory: bool, optimiz
     torch.set_num_threads(threads)
     try:
         with preserved_draws(), _ranks(job, plan, common_memory) as ranks:
-            timed = [_Timed(cycle=plan.local_steps if plan.local else 1) for _ in ranks.all]
+            timed = [_Timed(cycle=plan.local_steps) for _ in ranks.all]
             ranks.run(lambda rank: _take_part(job, plan, rank, timed))
             replicas = [rank.replica for rank in ranks.all]
             return Rehearsal(
