@@ -36,7 +36,7 @@ class AmdahlWork:
 def bound(work: AmdahlWork, num_ranks: int) -> float:
     """How many times faster `num_ranks` ranks are if talking costs nothing (Amdahl, 1967).
 
-    >>> bound(Work(serial_seconds=1.0, parallel_seconds=3.0), 3)
+    >>> bound(AmdahlWork(serial_seconds=1.0, parallel_seconds=3.0), 3)
     2.0
     """
     return 1.0 / (1.0 - work.parallel_share + work.parallel_share / num_ranks)
@@ -45,7 +45,7 @@ def bound(work: AmdahlWork, num_ranks: int) -> float:
 def with_communication(work: AmdahlWork, num_ranks: int, communication_seconds: float) -> float:
     """The same if talking takes so many seconds of the step.
 
-    >>> with_communication(Work(serial_seconds=1.0, parallel_seconds=3.0), 3, 2.0)
+    >>> with_communication(AmdahlWork(serial_seconds=1.0, parallel_seconds=3.0), 3, 2.0)
     1.0
     """
     return work.seconds / (work.serial_seconds + work.parallel_seconds / num_ranks + communication_seconds)

@@ -66,7 +66,7 @@ class ActivitySnapshot:
     def __str__(self) -> str:
         """As in "while ..." and "it was ...".
 
-        >>> str(Snapshot(phase="computing", step=12, stage=1, kind="F", microbatch=3, since=0, moved=0, waits=False, longest_seconds=0))
+        >>> str(ActivitySnapshot(phase="computing", step=12, stage=1, kind="F", microbatch=3, since=0, moved=0, waits=False, longest_seconds=0))
         'computing 1F3 of step 12 (stage 1, forward of microbatch 3)'
         """
         step, waiting = self.step, ", waiting for another rank" if self.waits else ""

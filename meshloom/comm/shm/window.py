@@ -16,7 +16,7 @@ from meshloom.core.errors import CollectiveError, MeshloomError
 class SharedWindow:
     """Memory of every rank of a group that all ranks have mapped.
 
-    >>> Window([torch.zeros(3, dtype=torch.uint8)]).of(0).numel()
+    >>> SharedWindow([torch.zeros(3, dtype=torch.uint8)]).of(0).numel()
     3
     """
 

@@ -16,7 +16,7 @@ class SavedBytes:
     given: tensors that are there anyway, parameters and buffers. most: the most bytes at one time.
 
     >>> x, w = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
-    >>> with Kept([w]) as kept:
+    >>> with SavedBytes([w]) as kept:
     ...     (x * w).sum().backward()
     >>> kept.most
     32

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 class OperatorSeconds:
     """Of one operator and one microbatch. later: what of `backward` is gradients of weights, which can wait.
 
-    >>> Work(forward=1.0, backward=2.0, later=1.0).total
+    >>> OperatorSeconds(forward=1.0, backward=2.0, later=1.0).total
     3.0
     """
 
