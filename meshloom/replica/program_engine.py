@@ -171,7 +171,10 @@ class ProgramEngine(Engine):
             if parameter.grad is not None:
                 self._ready(parameter)
         if batches and self._summed:
-            yield from self._sum_over_tp()
+            yield from sum_over_tp(self._summed, self.shards, partial(self.add_up, "tp"))
+            for _, parameter in self._summed:
+                if parameter.grad is not None:
+                    self._ready(parameter)
         tally.close()
         yield from self.add_up("pp", tally.sums)  # which the last stage's rank knows, and the others have as zeros
         # On a communicator of its own: gradients have started to travel, on some replicas more than on others.
@@ -209,21 +212,7 @@ class ProgramEngine(Engine):
         return self._gathered.weights()
 
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
-        bad = next((name for name, each in held(self._model.named_parameters()).items() if not bool(torch.isfinite(each).all())), None)
-        everyone = yield from collect(self._team, bad)
-        if any(everyone):
-            return [self.stages[0].number, f"whose parameter {bad} was not finite before the step"] if bad else None
-        found: list[Any] | None = None
-
-        def look(number: int, stage: int, node: Node, value: Any) -> None:
-            nonlocal found
-            if found is None and isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
-                where = " at ".join(filter(None, (node.path, str(node.line or ""))))
-                found = [stage, f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}"]
-
-        for number, chunk in enumerate(chunks):
-            self.microbatches.look(scope.data(chunk), lambda stage, microbatch, again: scope.draws(chunk), partial(look, number))  # noqa: B023
-        return found
+        return (yield from locate_nan(self._model, self._team, self.stages[0].number, chunks, scope, self.microbatches))
 
     def check_alike(self) -> Steps[str | None]:
         return (yield from first_unlike(self._model, self.shards, self._team, self.plan))
@@ -262,23 +251,6 @@ class ProgramEngine(Engine):
         for axis, kinds in sent.items():
             self._sent[axis].update(kinds)
 
-    def _sum_over_tp(self) -> Steps[None]:
-        """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
-
-        What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the whole.
-        """
-        shards = self.shards
-        used = [(name, parameter) for name, parameter in self._summed if parameter.grad is not None]
-        for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
-            mine = [(name, parameter.grad) for name, parameter in used if parameter.dtype == dtype and parameter.grad is not None]
-            whole = [place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient for name, gradient in mine]
-            flat = torch.cat([each.reshape(-1) for each in whole])
-            yield from self.add_up("tp", flat)
-            for (name, gradient), each, part in zip(mine, whole, flat.split([each.numel() for each in whole]), strict=True):
-                gradient.copy_(shards.take(name, part.view(each.shape)))
-        for _, parameter in used:
-            self._ready(parameter)
-
     def _of_any(self, flags: Tensor) -> Tensor:
         """Flags of the ranks along tp, each set where one of them has it."""
         if self.tp is not None:
@@ -296,6 +268,42 @@ def finish_of(chunks: Sequence[Chunk], scope: ChunkScope, tally: Tally) -> Calla
         return root
 
     return finish
+
+
+def sum_over_tp(summed: Sequence[tuple[str, nn.Parameter]], shards: Shards, add_up: Callable[[Tensor], Steps[None]]) -> Steps[None]:
+    """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
+
+    What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the whole.
+    """
+    used = [(name, parameter) for name, parameter in summed if parameter.grad is not None]
+    for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
+        mine = [(name, parameter.grad) for name, parameter in used if parameter.dtype == dtype and parameter.grad is not None]
+        whole = [place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient for name, gradient in mine]
+        flat = torch.cat([each.reshape(-1) for each in whole])
+        yield from add_up(flat)
+        for (name, gradient), each, part in zip(mine, whole, flat.split([each.numel() for each in whole]), strict=True):
+            gradient.copy_(shards.take(name, part.view(each.shape)))
+
+
+def locate_nan(
+    model: nn.Module, team: Group, first_stage: int, chunks: Sequence[Chunk], scope: ChunkScope, microbatches: Microbatches
+) -> Steps[list[Any] | None]:
+    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the replica."""
+    bad = next((name for name, each in held(model.named_parameters()).items() if not bool(torch.isfinite(each).all())), None)
+    everyone = yield from collect(team, bad)
+    if any(everyone):
+        return [first_stage, f"whose parameter {bad} was not finite before the step"] if bad else None
+    found: list[Any] | None = None
+
+    def look(number: int, stage: int, node: Node, value: Any) -> None:
+        nonlocal found
+        if found is None and isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            where = " at ".join(filter(None, (node.path, str(node.line or ""))))
+            found = [stage, f"microbatch {number}; the first operator that gives NaN is {node.operator}{f' in {where}' if where else ''}"]
+
+    for number, chunk in enumerate(chunks):
+        microbatches.look(scope.data(chunk), lambda stage, microbatch, again: scope.draws(chunk), partial(look, number))  # noqa: B023
+    return found
 
 
 def first_unlike(model: nn.Module, shards: Shards, team: Group, plan: Plan) -> Steps[str | None]:
