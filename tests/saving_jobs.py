@@ -12,7 +12,7 @@ from meshloom.checkpoint.format import Piece, fingerprint_of
 from meshloom.checkpoint.saving import save
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
-from meshloom.core.plan import chunk_sizes
+from meshloom.core.plan_shares import chunk_sizes
 
 SHAPES = {"blocks.0.up.weight": (5, 3), "blocks.0.up.bias": (5,), "scale": ()}
 

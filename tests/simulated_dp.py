@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan, chunk_sizes
+from meshloom.core.plan import Plan
+from meshloom.core.plan_shares import chunk_sizes
 from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, sample_order, seed_everything
 from meshloom.verify.reference.observers import ModuleWatch, digest_parameters, digest_values
 from meshloom.verify.reference.step_records import ChunkRecord

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.errors import CaptureError, PlanError
-from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.core.plan import SCHEDULES
+from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import held_by_stage, most_in_flight
 from meshloom.pipeline.stages.cut import UNEVEN, CutChoice, choose_cuts
 from meshloom.pipeline.stages.intervals import Intervals
@@ -261,7 +262,7 @@ def test_ranks_with_several_stages_share_their_memory(schedule: str):
             assert max(found.takes) <= 1.02 * min(max(cut.takes) for cut in cuts if held[cut.at] <= limit)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_moments_hold_what_schedules_hold(name: str):
     """Every rank's most is among the moments, and no stage has more than was ever there."""
     made = make_schedule(name, 3, 7)

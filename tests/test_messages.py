@@ -7,14 +7,15 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshloom.core.plan import SCHEDULES
 from meshloom.pipeline.runtime.point_to_point import Edge, Message, Step, steps_of
-from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Schedule
 
 Posted = list[tuple[Message, bool]]
 
 
-@given(name=st.sampled_from(list(KINDS)), p=st.integers(1, 4), m=st.integers(1, 9), ahead=st.integers(0, 3), data=st.data())
+@given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 9), ahead=st.integers(0, 3), data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_all_ranks_reach_the_end_when_messages_are_handed_over_hand_to_hand(name: str, p: int, m: int, ahead: int, data: st.DataObject):
     schedule = make_schedule(name, p, m)
@@ -26,7 +27,7 @@ def test_all_ranks_reach_the_end_when_messages_are_handed_over_hand_to_hand(name
     assert hand_over(schedule, steps) == [len(each) for each in steps]
 
 
-@given(name=st.sampled_from(list(KINDS)), p=st.integers(2, 4), m=st.integers(1, 9), ahead=st.integers(0, 3))
+@given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(2, 4), m=st.integers(1, 9), ahead=st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
 def test_open_receives_change_no_order_and_are_no_more_than_said(name: str, p: int, m: int, ahead: int):
     schedule = make_schedule(name, p, m)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from meshloom.core.errors import PlanError
 from meshloom.core.mesh import Mesh
-from meshloom.core.plan import Plan, chunk_sizes, num_bytes_of
+from meshloom.core.plan import Plan
+from meshloom.core.plan_shares import chunk_sizes
+from meshloom.core.units import num_bytes_of
 
 counts = st.integers(1, 10**6)
 patterns = st.from_regex(r"[a-z*][a-z0-9_.*]{0,8}", fullmatch=True)

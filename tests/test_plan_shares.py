@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.core.errors import PlanError
-from meshloom.core.plan import Plan, chunk_sizes
-from meshloom.core.plan_shares import apportion
+from meshloom.core.plan import Plan
+from meshloom.core.plan_shares import apportion, chunk_sizes
 from tests.compositions import compositions
 
 relative = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any)

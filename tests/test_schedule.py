@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.core.errors import PlanError
-from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.core.plan import SCHEDULES
+from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import check_schedule, most_in_flight
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.timing import Durations, run_on_paper
 
 SIZES = st.integers(1, 6)
-NAMES = st.sampled_from(list(KINDS))
+NAMES = st.sampled_from(list(SCHEDULES))
 
 
 def stages_per_rank(name: str, wanted: int) -> int:
-    return KINDS[name].stages_per_rank or wanted
+    return wanted if SCHEDULES[name].any_number else SCHEDULES[name].stages_per_rank
 
 
 def bound(name: str, p: int, m: int, v: int, rank: int) -> int:
@@ -46,7 +47,7 @@ def test_every_schedule_is_legal_and_keeps_its_bound(name: str, p: int, m: int, 
     for rank, most in enumerate(most_in_flight(schedule)):
         assert most <= bound(name, p, m, v, rank)
     assert Schedule.parse(str(schedule)) == schedule
-    assert bool(schedule.split) == KINDS[name].split
+    assert bool(schedule.split) == SCHEDULES[name].split
 
 
 @pytest.mark.long

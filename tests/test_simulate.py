@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.core.plan import SCHEDULES
+from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.intervals import StageCost
 from meshloom.pipeline.stages.simulate import simulate, step_seconds
@@ -56,7 +57,7 @@ def seconds_by_relaxation(schedule: Schedule, stages: list[StageCost], rate: flo
     return max(start + takes(action) for action, start in starts.items())
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_step_is_as_long_as_its_longest_chain(name: str):
     draw = random.Random(name)
     for ranks, microbatches in ((1, 2), (2, 1), (3, 4), (4, 7)):

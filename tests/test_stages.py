@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.errors import PlanError
-from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.core.plan import SCHEDULES
+from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import most_in_flight
 from meshloom.pipeline.stages.cut import choose_cuts
 from meshloom.pipeline.stages.stage_traffic import traffic_of_ranks
@@ -36,7 +37,7 @@ COVERING = ("gpt2", "t5", "u_net", "conv2d", "recommendation", "mixtral", "two_t
 # Every schedule for all numbers of ranks and microbatches: [schedule, ranks, microbatches, family].
 NUMBERS = [
     (schedule, num_ranks, num_microbatches, COVERING[(turn + num_microbatches) % len(COVERING)])
-    for turn, (schedule, num_ranks) in enumerate(product(KINDS, (2, 3, 4)))
+    for turn, (schedule, num_ranks) in enumerate(product(SCHEDULES, (2, 3, 4)))
     for num_microbatches in range(1, 9)
 ]
 
@@ -61,14 +62,14 @@ def check(ran: Ran) -> None:
     assert ran.error <= (1e-6 if in_float32 else LIMIT), f"{ran.what}: {ran.error:.1e}"
 
 
-@pytest.mark.parametrize(("name", "schedule"), [*zip(COVERING, cycle(KINDS), strict=False), *(("recommendation", each) for each in KINDS)])
+@pytest.mark.parametrize(("name", "schedule"), [*zip(COVERING, cycle(SCHEDULES), strict=False), *(("recommendation", each) for each in SCHEDULES)])
 def test_a_family_in_three_stages_equals_one_device(name: str, schedule: str):
     subject = family(name, 5, even=name == "conv2d")
     check(run_pipeline(subject, make_schedule(schedule, 3, 5)))
 
 
 def test_every_family_meets_every_schedule_and_every_number():
-    for number, values in enumerate((KINDS, (2, 3, 4), range(1, 9))):
+    for number, values in enumerate((SCHEDULES, (2, 3, 4), range(1, 9))):
         assert {(case[number], case[3]) for case in NUMBERS} == set(product(values, COVERING))
 
 
@@ -79,7 +80,7 @@ def test_every_schedule_for_any_numbers(schedule: str, num_ranks: int, num_micro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "schedule"), in_turn([name for name in FAMILIES if name not in NOT_READ and name not in FLOAT32_ONLY], KINDS))
+@pytest.mark.parametrize(("name", "schedule"), in_turn([name for name in FAMILIES if name not in NOT_READ and name not in FLOAT32_ONLY], SCHEDULES))
 def test_every_family_in_two_ranks_equals_one_device(name: str, schedule: str):
     check(run_pipeline(family(name, 3, even=True), make_schedule(schedule, 2, 3)))
 

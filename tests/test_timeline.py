@@ -17,8 +17,9 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import ReportError
 from meshloom.core.mesh import Mesh, Place
+from meshloom.core.plan import SCHEDULES
 from meshloom.pipeline.runtime.gather_timeline import gather_timeline
-from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.spans import Span
 from meshloom.pipeline.schedules.timing import Durations
@@ -103,7 +104,7 @@ def test_a_timeline_is_of_its_schedule():
 
 
 @given(
-    name=st.sampled_from(list(KINDS)), p=st.integers(1, 4), m=st.integers(1, 6),
+    name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 6),
     costs=st.lists(st.floats(1e-6, 10.0), min_size=8, max_size=8), transfer=st.floats(0.0, 1.0),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from overhead import overheads
 from waiting import time_schedules
 
-from meshloom.pipeline.schedules.builders import KINDS
+from meshloom.core.plan import SCHEDULES
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]  # the benchmark GPT
 from launched import launched
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, nargs="+", help="default: 8 and 16 for --waiting, 4 and 8 for --gpt, 4, 16 and 64 for --alive")
     parser.add_argument("--bytes", type=int, default=256, help="--waiting: of the value between two stages")
     parser.add_argument("--milliseconds", type=float, default=40.0, help="--waiting: forward of a microbatch through a rank's stages")
-    parser.add_argument("--schedules", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="--gpt: steps of each system in a round")
     arguments = parser.parse_args()

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from meshloom.comm.group import Group, Work
+from meshloom.core.plan import SCHEDULES
 from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.runtime.stage import StageRun
-from meshloom.pipeline.schedules.builders import KINDS, make_schedule
+from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.nodes import Input, Meta, Ref
 from meshloom.program.ir.program import Program
@@ -32,7 +33,7 @@ def overheads(num_ranks: int = 4, num_microbatches: int = 32, rounds: int = 30) 
     so that giving, keeping and letting go of microbatches is in it, and a call of autograd on an empty graph.
     """
     records: list[dict[str, Any]] = []
-    for name in KINDS:
+    for name in SCHEDULES:
         schedule = make_schedule(name, num_ranks, num_microbatches)
         crossings = [chain(schedule.num_stages)] * num_microbatches
         for what, make in (("executor", Nothing), ("with stages", empty_stage)):

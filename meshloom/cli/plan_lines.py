@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from meshloom.core.plan import Plan, num_bytes_of
+from meshloom.core.plan import Plan
+from meshloom.core.units import num_bytes_of
 from meshloom.launch.devices import default_ranks
 
 LOG_WIDTH = 200  # columns of a table that goes to a file or a pipe

@@ -11,7 +11,8 @@ from rich.console import Console
 from meshloom.cli.plan_lines import LOG_WIDTH
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan, num_bytes_of
+from meshloom.core.plan import Plan
+from meshloom.core.units import num_bytes_of
 from meshloom.launch.devices import check_ranks
 from meshloom.measure.at_hand import Wish, devices_for
 from meshloom.measure.contention import advise_beside

@@ -16,12 +16,36 @@ from typing import Any
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import EXCHANGES, check_exchange, complete_compress, exempt_setting, known_word
 from meshloom.core.mesh import Mesh
-from meshloom.core.plan_shares import apportion, check_shares, complete_shares, fixed_shares
+from meshloom.core.plan_shares import apportion, check_shares, chunk_sizes, complete_shares, fixed_shares
+from meshloom.core.units import num_bytes_of
 
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # stages a rank; of interleaved at least
 MOST_IDLE_CHUNKS = 4096  # of a batch; more is a mistake, and every one is an entry in lists
 RECOMPUTE = ("none", "full", "selective")
 PLACEMENTS = ("column", "row", "vocabulary", "heads", "channels", "experts", "replicated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleEntry:
+    """A schedule that a plan can name.
+
+    builder: module and name of a function: (ranks, microbatches, stages per rank, durations or None) -> `Schedule`.
+    stages_per_rank: those that it works with; the default of one that works with `any_number`. split: whether backward comes in two halves.
+    """
+
+    builder: str
+    stages_per_rank: int = 1
+    any_number: bool = False
+    split: bool = False
+
+
+_BUILDERS = "meshloom.pipeline.schedules.builders"
+SCHEDULES: Mapping[str, ScheduleEntry] = {
+    "gpipe": ScheduleEntry(builder=f"{_BUILDERS}:gpipe"),
+    "1f1b": ScheduleEntry(builder=f"{_BUILDERS}:one_forward_one_backward"),
+    "interleaved": ScheduleEntry(builder=f"{_BUILDERS}:interleaved", stages_per_rank=2, any_number=True),
+    "zb-h1": ScheduleEntry(builder=f"{_BUILDERS}:zero_bubble", split=True),
+    "zb-v": ScheduleEntry(builder=f"{_BUILDERS}:zero_bubble_v", stages_per_rank=2, split=True),
+}
 
 
 class Pairs(Mapping[str, str]):
@@ -164,7 +188,7 @@ class Plan:
                     raise PlanError(
                         f"{field.name}={_text(getattr(self, field.name))} is for a pipeline, and pp=1. Use pp=2 or more, or leave {field.name} out."
                     )
-        usual, any_more = SCHEDULES[self.schedule], self.schedule == "interleaved"
+        usual, any_more = SCHEDULES[self.schedule].stages_per_rank, SCHEDULES[self.schedule].any_number
         if self.virtual_stages not in (0, usual) and not (any_more and self.virtual_stages > usual):
             allowed = f"{usual} or more" if any_more else usual
             way_out = "Leave virtual_stages out." if any_more else "Leave virtual_stages out, or use schedule=interleaved."
@@ -209,7 +233,7 @@ class Plan:
     @property
     def num_stages(self) -> int:
         """Stages of a replica: pp times those of each rank."""
-        return self.pp * (self.virtual_stages or SCHEDULES[self.schedule])
+        return self.pp * (self.virtual_stages or SCHEDULES[self.schedule].stages_per_rank)
 
     @property
     def num_chunks(self) -> int:
@@ -353,21 +377,6 @@ def _value(key: str, text: str) -> int | float | bool | str | Pairs | tuple[str,
         raise PlanError(f"{key}={text} must be {_describe(type(default))}, like {key}={_text(default)}.") from None
 
 
-def num_bytes_of(text: str) -> int:
-    """Bytes as people write them. Raises `PlanError`.
-
-    >>> num_bytes_of("8GiB"), num_bytes_of("1.5MB"), num_bytes_of("4096")
-    (8589934592, 1500000, 4096)
-    """
-    number = text.rstrip("KMGTiB ")
-    scale = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
-    scale |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
-    try:
-        return int(float(number) * scale[text[len(number) :].strip()])
-    except (ValueError, KeyError, OverflowError):
-        raise PlanError(f"{text} is no number of bytes. Write it like 8GiB, 500MB or 4096.") from None
-
-
 def _text(value: object) -> str:
     if isinstance(value, Pairs):
         return "+".join(f"{pattern}:{way}" for pattern, way in value.items()) or "blocks.*.up:column"
@@ -383,13 +392,3 @@ def _describe(kind: type) -> str:
         int: "a whole number", float: "a number", bool: "true or false", Pairs: "pairs of patterns and ways", str: "a word", tuple: "names of modules",
         type(None): "a whole number, or inf",
     }[kind]  # fmt: skip
-
-
-def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:
-    """Samples per chunk when a batch is cut contiguously, larger ones first.
-
-    >>> chunk_sizes(66, 4), chunk_sizes(2, 4)
-    ([17, 17, 16, 16], [1, 1, 0, 0])
-    """
-    size, larger = divmod(num_samples, num_chunks)
-    return [size + (chunk < larger) for chunk in range(num_chunks)]

@@ -89,3 +89,13 @@ def check_shares(plan: ShareSettings) -> None:
             "shares=measured may leave a slow replica without samples in a short batch, and sync_batch_norm=true needs some in every chunk. "
             "Give the shares by hand, like shares=3+3+3+1, or use sync_batch_norm=false."
         )
+
+
+def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:
+    """Samples per chunk when a batch is cut contiguously, larger ones first.
+
+    >>> chunk_sizes(66, 4), chunk_sizes(2, 4)
+    ([17, 17, 16, 16], [1, 1, 0, 0])
+    """
+    size, larger = divmod(num_samples, num_chunks)
+    return [size + (chunk < larger) for chunk in range(num_chunks)]

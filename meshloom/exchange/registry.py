@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import nn
@@ -62,14 +62,14 @@ class Setup:
             return self.alone()
         entry = EXCHANGES[self.plan.exchange]
         if entry.independent:
-            return _load(entry.factory)(self)
-        return self._with_sparse(_load(entry.factory)(self) if self.dense else Alone([]), self.group)
+            return resolve_name(entry.factory)(self)
+        return self._with_sparse(resolve_name(entry.factory)(self) if self.dense else Alone([]), self.group)
 
     def reduction(self) -> Callable[[Group], Reduction]:
         """How the mean of a bucket is made, as the plan's `compress` says."""
         name, _, number = self.plan.compress.partition(":")
         entry = COMPRESSIONS[name]
-        made = _load(entry.factory)
+        made = resolve_name(entry.factory)
         read = entry.number
         return (lambda group: made(group, read(number))) if read else made
 
@@ -78,9 +78,3 @@ class Setup:
             return exchange
         sparse = [(name, each) for name, each in self.named if name in self.sparse]
         return WithSparse(exchange, sparse, group, kept=self.kept, insisted=self.insisted)
-
-
-def _load(path: str) -> Any:
-    """What stands at `package.module:name`."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)

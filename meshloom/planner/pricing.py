@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from meshloom.core.errors import CaptureError, MachineError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan, chunk_sizes
+from meshloom.core.plan import Plan
+from meshloom.core.plan_shares import chunk_sizes
 from meshloom.data.samples import first_batches
 from meshloom.machine.links import Crowd
 from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine

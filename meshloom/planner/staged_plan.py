@@ -145,11 +145,10 @@ def _better(found: StagePlan, reader: _Reader) -> Iterable[Better]:
     microbatches = [
         replace(plan, microbatches=m) for m in (plan.microbatches // 2, 2 * plan.microbatches, 4 * plan.microbatches) if _is_possible(plan, m, reader)
     ]
+    per_rank = {name: entry.stages_per_rank for name, entry in SCHEDULES.items()}
     schedules = [
-        replace(
-            plan, schedule=name, virtual_stages=0, cuts=plan.cuts if SCHEDULES[name] == SCHEDULES[plan.schedule] and not plan.virtual_stages else ()
-        )
-        for name in SCHEDULES
+        replace(plan, schedule=name, virtual_stages=0, cuts=plan.cuts if number == per_rank[plan.schedule] and not plan.virtual_stages else ())
+        for name, number in per_rank.items()
         if name != plan.schedule
     ]
     numbers = [replace(plan, pp=pp, cuts=()) for pp in (plan.pp - 1, plan.pp + 1) if pp > 1]

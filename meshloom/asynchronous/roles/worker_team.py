@@ -28,7 +28,8 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import DataError, JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.mesh import Axis
-from meshloom.core.plan import Plan, chunk_sizes
+from meshloom.core.plan import Plan
+from meshloom.core.plan_shares import chunk_sizes
 from meshloom.data.data import Chunk
 from meshloom.launch.world import World
 from meshloom.parameters.model import state_of

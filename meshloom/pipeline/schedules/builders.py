@@ -10,29 +10,16 @@ zb-v          that with two stages a rank, folded (Qi et al., 2024, "Pipeline pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from pkgutil import resolve_name
 
 from meshloom.core.errors import PlanError
+from meshloom.core.plan import SCHEDULES
 from meshloom.pipeline.schedules.check import legal_order
 from meshloom.pipeline.schedules.greedy import Forwards, build_greedily
 from meshloom.pipeline.schedules.schedule import Action, Schedule, folded, looped
 from meshloom.pipeline.schedules.schedule import Kind as ActionKind
 from meshloom.pipeline.schedules.timing import Durations, length_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of schedule.
-
-    build: (ranks, microbatches, stages per rank, durations) -> the schedule.
-    stages_per_rank: those that it works with; None for any number.
-    split: whether backward comes in two halves.
-    """
-
-    build: Callable[[int, int, int, Durations | None], Schedule]
-    stages_per_rank: int | None
-    split: bool = False
 
 
 def make_schedule(
@@ -48,25 +35,27 @@ def make_schedule(
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
     """
-    if name not in KINDS:
-        raise PlanError(f"schedule={name} is not known. Use one of {', '.join(KINDS)}.")
-    kind = KINDS[name]
-    stages = stages_per_rank if stages_per_rank is not None else kind.stages_per_rank or 2
+    if name not in SCHEDULES:
+        raise PlanError(f"schedule={name} is not known. Use one of {', '.join(SCHEDULES)}.")
+    entry = SCHEDULES[name]
+    stages = stages_per_rank if stages_per_rank is not None else entry.stages_per_rank
     if num_ranks < 1 or num_microbatches < 1 or stages < 1:
         raise PlanError(f"A schedule needs 1 or more of each: it has pp={num_ranks}, microbatches={num_microbatches}, virtual_stages={stages}.")
-    if kind.stages_per_rank is not None and stages != kind.stages_per_rank:
-        raise PlanError(f"schedule={name} has {kind.stages_per_rank} stage{'s' * (kind.stages_per_rank > 1)} on a rank, not virtual_stages={stages}.")
-    return kind.build(num_ranks, num_microbatches, stages, durations)
+    if not entry.any_number and stages != entry.stages_per_rank:
+        raise PlanError(
+            f"schedule={name} has {entry.stages_per_rank} stage{'s' * (entry.stages_per_rank > 1)} on a rank, not virtual_stages={stages}."
+        )
+    return resolve_name(entry.builder)(num_ranks, num_microbatches, stages, durations)
 
 
-def _gpipe(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+def gpipe(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
     rows = [
         [*(Action(rank, "F", number) for number in range(m)), *(Action(rank, "B", number) for number in range(m))] for rank in range(p)
     ]  # fmt: skip
     return _schedule("gpipe", looped(p, 1), m, rows)
 
 
-def _one_forward_one_backward(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+def one_forward_one_backward(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
     rows = []
     for rank in range(p):
         forwards = [Action(rank, "F", number) for number in range(m)]
@@ -75,7 +64,7 @@ def _one_forward_one_backward(p: int, m: int, v: int, durations: Durations | Non
     return _schedule("1f1b", looped(p, 1), m, rows)
 
 
-def _interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+def interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
     """Microbatches in groups of p (the last may be smaller): a group goes through a rank's first stage, then its second, ...
 
     That is the best when the groups are whole. Otherwise what is found greedily within the same memory may be shorter.
@@ -98,7 +87,7 @@ def _interleaved(p: int, m: int, v: int, durations: Durations | None) -> Schedul
     return _shortest(found, takes)
 
 
-def _zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+def zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
     """1f1b, with the weights' gradients of rank r as many microbatches late as r, so that all ranks hold the activations of p."""
     rows: list[list[Action]] = []
     for rank in range(p):
@@ -117,7 +106,7 @@ def _zero_bubble(p: int, m: int, v: int, durations: Durations | None) -> Schedul
     return _shortest([_schedule("zb-h1", ranks, m, rows), *_greedy_halves("zb-h1", ranks, m, p, takes)], takes)
 
 
-def _zero_bubble_v(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
+def zero_bubble_v(p: int, m: int, v: int, durations: Durations | None) -> Schedule:
     """As drawn in the paper, which is the best where all actions take the same; otherwise what is found within the same memory may be shorter."""
     ranks, takes = folded(p), durations or Durations.alike(2 * p)
     rows = [[action for action in _of_the_drawing(p, rank, max(m, 2 * p - 1)) if action.microbatch < m] for rank in range(p)]
@@ -154,13 +143,6 @@ def _shortest(schedules: Sequence[Schedule | None], durations: Durations) -> Sch
 
 _HALVES: tuple[ActionKind, ...] = ("F", "I", "W")
 _FORWARDS: tuple[Forwards, ...] = ("deep", "in groups")
-KINDS: Mapping[str, Kind] = {
-    "gpipe": Kind(build=_gpipe, stages_per_rank=1),
-    "1f1b": Kind(build=_one_forward_one_backward, stages_per_rank=1),
-    "interleaved": Kind(build=_interleaved, stages_per_rank=None),
-    "zb-h1": Kind(build=_zero_bubble, stages_per_rank=1, split=True),
-    "zb-v": Kind(build=_zero_bubble_v, stages_per_rank=2, split=True),
-}
 
 
 def _alternated(forwards: Sequence[Action], backwards: Sequence[Action], warm: int) -> list[Action]:
