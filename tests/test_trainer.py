@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from meshloom.core.errors import CheckpointError, CollectiveError, DataError, JobError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.telemetry.progress import Listener
-from meshloom.train.trainer import Batch, Trainer
+from meshloom.train.contract import Batch
+from meshloom.train.trainer import Trainer
 from tests.covering import few
 from tests.jobs import MLP, class_loss, make_job, vectors
 
@@ -87,7 +88,7 @@ def test_a_weighted_loss_divides_by_the_weight_of_the_whole_batch() -> None:
         tokens = sum(int((chunk.data["y"] != -100).sum()) for chunk in batch.chunks)
         trainer.step(batch)
         assert trainer.replicas[0].exchange is not trainer.replicas[1].exchange
-        assert trainer._results[0].weight == tokens
+        assert trainer._run._meter._results[-1].weight == tokens
 
 
 def test_batches_show_this_processs_chunks() -> None:

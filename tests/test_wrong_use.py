@@ -17,8 +17,8 @@ from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
 from meshloom.launch.devices import check_ranks, choose_devices, choose_for_workers
+from meshloom.launch.one_at_a_time import working_alone
 from meshloom.telemetry.progress import QUIET
-from meshloom.train.one_at_a_time import working_alone
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.test_cli import FILE

@@ -18,7 +18,8 @@ from typing import Any
 from jobs import JOBS
 
 from meshloom.telemetry.progress import QUIET
-from meshloom.train.trainer import Batch, Trainer
+from meshloom.train.contract import Batch
+from meshloom.train.trainer import Trainer
 
 WARM_UP_STEPS = 3
 

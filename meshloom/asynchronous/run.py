@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,9 +25,10 @@ from meshloom.asynchronous.state.push_shares import Shares
 from meshloom.asynchronous.state.settings import Settings, inner_plan
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
 from meshloom.asynchronous.state.worker_model import WorkerReplica
-from meshloom.core.errors import DeviceError, JobError
+from meshloom.core.errors import DeviceError, JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.launch.one_at_a_time import working_alone
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.world import World
 from meshloom.telemetry.progress import Listener
@@ -59,6 +60,7 @@ class AsynchronousRun:
         self._held: dict[int, Parameters] = {}
         self._cluster = self._build_cluster()
         self._account = Account(job, plan, settings.steps)
+        listener.started(f"plan {plan} on {world.why}, on a virtual clock")
 
     def _build_replica(self) -> WorkerReplica | TeamReplica:
         """On which all simulated workers compute, one after the other."""
@@ -84,6 +86,18 @@ class AsynchronousRun:
 
     def fit(self) -> Summary:
         """Train to the last update, evaluating and saving when due."""
+        with working_alone():
+            return self._fit()
+
+    def batches(self) -> NoReturn:
+        """There are none that all workers take together. Raises `PlanError`."""
+        raise PlanError("exchange=async has no steps that all workers take together, so there is no loop of one's own. Use Trainer.fit().")
+
+    def step(self, batch: object) -> NoReturn:
+        """Nor such steps. Raises `PlanError`."""
+        self.batches()
+
+    def _fit(self) -> Summary:
         self._account.began = time.monotonic()
         evaluation: dict[str, float] = {}
         saved: Path | None = None

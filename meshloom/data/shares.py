@@ -14,7 +14,7 @@ Record = Sequence[tuple[int, Sequence[int]]]  # first step (counted from 0) and 
 
 
 class Shares:
-    """Of one run under `plan`. record: of an earlier run, to be had again, or of the part before a checkpoint.
+    """Of one run under `plan`. record: of an earlier run, to be had again.
 
     Raises `PlanError` for a record that is none, or not one of this plan.
     """
@@ -25,6 +25,10 @@ class Shares:
         self._asked = -1  # the last step whose shares somebody knows
         if record and plan.shares != "measured":
             raise PlanError(f"Recorded shares are for a plan with shares=measured, and this one has shares={plan.shares}. Leave the record out.")
+        self.go_on(record)
+
+    def go_on(self, record: Record) -> None:
+        """Add those of the part before a checkpoint."""
         for step, shares in record:
             self._add(step, tuple(shares))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from meshloom.core.plan import Plan
+from meshloom.replica.replica import Replica
 
 
 def idle_lines(
@@ -46,3 +47,11 @@ def idle_lines(
             ranks = f"{len(empty)} rank{'s' * (len(empty) > 1)} along pp ({', '.join(map(str, empty))})"
             found.append(f"pp={plan.pp} leaves {ranks} without any parameters: the model has too little to divide. Use pp={max(1, len(used))}.")
     return found
+
+
+def idle_lines_of(replica: Replica, plan: Plan, batch_size: int) -> list[str]:
+    """For a replica that is built."""
+    division = replica.engine.division
+    divided = sum(not each.is_whole for each in division.first.parameters.values()) if division else None
+    homes = replica.engine.holders
+    return idle_lines(plan, batch_size, [name for name, _ in replica.model.named_parameters()], homes=homes, divided=divided)

@@ -21,12 +21,12 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.data import Chunk, to_device
 from meshloom.data.samples import first_batches
+from meshloom.launch.one_at_a_time import working_alone
 from meshloom.parameters.digest import digest
 from meshloom.parameters.model import build_model, check_dense_buffers, state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.replica.replica import Replica, StepResult
 from meshloom.telemetry.progress import Listener
-from meshloom.train.one_at_a_time import working_alone
 from meshloom.train.trainer import Trainer
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.divided_nodes import first_difference

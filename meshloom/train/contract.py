@@ -1,0 +1,58 @@
+"""What every run does for a `Trainer`, whether its ranks take steps together or its workers push one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from meshloom.data.data import Chunk
+from meshloom.telemetry.summary import Summary
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This process's share of one global batch: the chunks of each replica that lives here (of all, when simulated)."""
+
+    step: int
+    shares: list[list[Chunk]]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All of them, in order."""
+        return [chunk for share in self.shares for chunk in share]
+
+
+class TrainingRun(Protocol):
+    """`next_step`: steps done, counted over the whole run."""
+
+    next_step: int
+
+    def fit(self) -> Summary:
+        """Train to the last step, evaluating and saving when due."""
+        ...
+
+    def batches(self) -> Iterator[Batch]:
+        """Of the steps that are left. Raises `PlanError` where there are none that all take together."""
+        ...
+
+    def step(self, batch: Batch) -> float:
+        """Train on one of `batches()`; the mean loss of the whole global batch."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Every metric of the job's `Evaluate`, averaged over all of its data."""
+        ...
+
+    def save(self) -> Path:
+        """Write a checkpoint of the newest state; its path."""
+        ...
+
+    def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
+        """What the run came to so far."""
+        ...
+
+    def close(self) -> None:
+        """End what it has started, and take the hooks off the models."""
+        ...

@@ -1,0 +1,108 @@
+"""The replicas of this process (one of a launched rank, all of a simulated plan), and what they do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from meshloom.comm.liveness.activity import Phase
+from meshloom.comm.seat import Seat
+from meshloom.comm.steps import Steps, advance_one, run_in_steps
+from meshloom.core.cache import Cache
+from meshloom.core.errors import JobError, MeshloomError, PeerLostError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
+from meshloom.launch.environment import cache_directory
+from meshloom.launch.one_at_a_time import working_alone
+from meshloom.launch.world import World
+from meshloom.program.store.stored import Stored
+from meshloom.program.trace.precision import default_precision
+from meshloom.replica.replica import Replica
+
+T = TypeVar("T")
+
+
+class LocalReplicas:
+    """`all` of them, in the order of the world's local seats. `warnings`: of what was kept of earlier starts.
+
+    dtype, share, cache, timings: as `Trainer` takes them.
+    """
+
+    def __init__(self, job: Job, plan: Plan, world: World, *, dtype: torch.dtype | None, share: bool, cache: str, timings: Timings) -> None:
+        self._plan, self._world, self._dtype = plan, world, dtype
+        self.all: list[Replica] = []
+        self.warnings: list[str] = []
+        with ExitStack() as building:
+            for seat in world.local:
+                stored = _stored(cache, timings) if seat.rank == 0 and dtype is None else None
+                self.warnings = stored.warnings if stored else self.warnings
+                of_first = timings if seat is world.local[0] else None
+                replica = Replica(job, plan, seat, dtype=dtype, share=share, timings=of_first, stored=stored)
+                building.callback(replica.close)
+                self.all.append(replica)
+            if len({id(replica.model) for replica in self.all}) < len(self.all):
+                raise JobError(
+                    "Job(model=...) returned the same module twice. Let the function build a new one at every call: every replica has its own."
+                )
+            self._stack = building.pop_all()
+
+    @property
+    def first(self) -> Replica:
+        """Which speaks for all of this process."""
+        return self.all[0]
+
+    def close(self) -> None:
+        """Take the hooks off the models."""
+        self._stack.close()
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """What all of them do from now on, for who asks why a rank does not answer."""
+        for seat in self._world.local:
+            seat.activity.enter(phase, step)
+
+    def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
+        """Run one generator per local replica in lockstep, and return their results; errors say which rank, and what it was doing."""
+        try:
+            with working_alone():
+                return self._in_lockstep(steps)
+        except PeerLostError as error:
+            raise PeerLostError(f"{error} It was {self._world.local[0].activity.now()}.") from error
+
+    @contextmanager
+    def computing(self) -> Generator[None]:
+        """Around forwards in a precision that is not the job's own: what they draw and make without naming a dtype is of it, as in programs."""
+        with working_alone(), default_precision(self._dtype):
+            yield
+
+    def _in_lockstep(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
+        turns = self._world.turns
+        if len(self.all) == 1:
+            return run_in_steps([steps(self.all[0])])
+        ranks = [_naming(steps(replica), replica.seat) for replica in self.all]
+        if self._plan.reads:  # programs talk in forward and backward, and when they are read, and not all ranks alike
+            return turns.run_steps(ranks)
+        # Synchronised batch statistics wait inside forward, so simulated ranks must be able to hand over there.
+        in_turns = self._plan.sync_batch_norm
+        return run_in_steps(ranks, (lambda each: turns.run([partial(advance_one, rank) for rank in each])) if in_turns else None)
+
+
+def _stored(cache: str, timings: Timings) -> Stored | None:
+    """For the rank that reads; in another precision than the job's own every reading is new."""
+    directory = cache_directory(cache)
+    return Stored(Cache(directory), timings) if directory is not None else None
+
+
+def _naming(rank: Steps[T], seat: Seat) -> Steps[T]:
+    """A simulated rank, where an error of the user's code says on which one it happened."""
+    try:
+        return (yield from rank)
+    except MeshloomError:
+        raise
+    except Exception as error:
+        error.add_note(f"on simulated rank {seat.rank} ({seat.place})")
+        raise

@@ -1,0 +1,73 @@
+"""The checkpoints of a run whose ranks take steps together: where they lie, which one it goes on from, and how it writes one."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.run_directory import open_directory
+from meshloom.checkpoint.saving import save
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import CheckpointError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.data.shares import Shares
+from meshloom.replica.replica import Replica
+from meshloom.train.local_replicas import LocalReplicas
+
+
+class RunCheckpoints:
+    """In `out`, or none; opened by all ranks. `newest`: the step and the path of the newest one of this run."""
+
+    def __init__(
+        self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, out: Path | None, *, resume: Path | None, overwrite: bool
+    ) -> None:
+        self._job, self._plan, self._shares, self._replicas, self._out = job, plan, shares, replicas, out
+        self.newest: tuple[int, Path] | None = None
+        # An earlier run's checkpoints, until this run has its own.
+        self._replaced = replicas.together(lambda replica: open_directory(out, replica.seat.world, resume=resume, overwrite=overwrite))[0]
+
+    def resume(self, directory: Path, steps: int) -> Checkpoint:
+        """The newest whole one in `directory`, which all replicas have loaded."""
+        return self._replicas.together(lambda replica: replica.resume(directory, partial(self._check, replica, steps)))[0]
+
+    def _check(self, replica: Replica, steps: int, checkpoint: Checkpoint) -> None:
+        if "asynchronous" in checkpoint.values:
+            raise CheckpointError(
+                f"{checkpoint.path} was written under {checkpoint.plan_text}, whose steps are shares of a batch that workers push one by one. "
+                "Go on with exchange=async, or start a new run."
+            )
+        checkpoint.check_data(self._job)
+        checkpoint.check(replica.shards.fingerprint(replica.model))
+        checkpoint.check_steps_left(steps)
+
+    def save(self, step: int) -> Path:
+        """Write one of the state after `step`; its path."""
+        if self._out is None:
+            raise CheckpointError("There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY.")
+        out = self._out
+        self._replicas.enter("saving", step)
+
+        def write(replica: Replica) -> Steps[Path]:
+            pieces, streams, values = yield from replica.optimizer_state()
+            path = yield from save(
+                out,
+                step,
+                weights=replica.weights(),
+                pieces=pieces,
+                streams=streams,
+                values={"updater": values, "seed": self._job.seed, "batch_size": self._job.batch_size, "shares": self._shares.record},
+                fingerprint=replica.shards.fingerprint(replica.model),
+                plan_text=str(self._plan),
+                group=replica.seat.world,
+                keep=self._job.keep_checkpoints,
+                replaced=self._replaced,
+            )
+            return path
+
+        path = self._replicas.together(write)[0]
+        self._replaced = []
+        self.newest = step, path
+        self._replicas.enter("between steps", step)
+        return path

@@ -1,0 +1,58 @@
+"""The shares of a run with shares=measured: whether they are measured here, when they change, and how a resumed run goes on with them."""
+
+from __future__ import annotations
+
+from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.comm.objects import agree
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.units import how_many
+from meshloom.data.measured_shares import remeasure
+from meshloom.data.proportion import EVERY_STEPS
+from meshloom.data.shares import Record, Shares
+from meshloom.replica.replica import Replica
+from meshloom.telemetry.progress import Listener
+from meshloom.train.local_replicas import LocalReplicas
+
+
+class ShareMeasurement:
+    """Of `shares`, which readers look up. Ranks agree about them when it is made. simulated: whether ranks are, which have no speeds."""
+
+    def __init__(self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, listener: Listener, *, simulated: bool) -> None:
+        self._job, self._plan, self._shares, self._replicas, self._listener = job, plan, shares, replicas, listener
+        self._measures = plan.shares == "measured" and not shares.record and not simulated
+        if plan.shares != "measured":
+            return
+        replicas.together(lambda replica: agree(replica.seat.world, {"recorded_shares": shares.record}))
+        if self._measures and job.batch_size < plan.dp:
+            raise PlanError(
+                f"A batch of {how_many(job.batch_size, 'sample')} leaves some of dp={plan.dp} replicas without any, so their speed "
+                f"cannot be measured. Use dp={job.batch_size} or less, or a plan without shares=measured."
+            )
+        if not self._measures and not shares.record:
+            listener.note("shares=measured: simulated ranks have no speeds of their own, so shares stay as they are.")
+
+    def go_on_with(self, checkpoint: Checkpoint) -> None:
+        """The shares of the run so far, where they are measured here too and over as many replicas."""
+        record: Record = checkpoint.values.get("shares", ())
+        if self._plan.shares != "measured" or not record or self._shares.record:
+            return
+        dp = len(record[0][1])
+        if dp == self._plan.dp:
+            self._shares.go_on(record)
+        else:
+            self._listener.note(f"The shares in the checkpoint are of dp={dp} replicas, so shares begin even for dp={self._plan.dp}.")
+
+    def after_step(self, next_step: int, steps: int) -> None:
+        """Change the shares of later steps if that is due and pays."""
+        if not self._measures or next_step % EVERY_STEPS:
+            return
+
+        def decide(replica: Replica) -> Steps[str]:
+            assert replica.pace
+            return remeasure(replica.seat, replica.pace, self._shares, self._job.batch_size, steps)
+
+        if note := self._replicas.together(decide)[0]:
+            self._listener.note(note)

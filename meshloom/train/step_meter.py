@@ -1,0 +1,119 @@
+"""What the steps of a run took and sent, on this process's first rank: as progress while it goes, and as its summary."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshloom.comm.objects import collect
+from meshloom.comm.recording import Count
+from meshloom.core.job import Job
+from meshloom.core.mesh import Axis
+from meshloom.core.plan import Plan
+from meshloom.replica.replica import StepResult
+from meshloom.telemetry.progress import Progress
+from meshloom.telemetry.summary import Summary, Traffic, time_shares
+from meshloom.train.local_replicas import LocalReplicas
+
+
+class StepMeter:
+    """Made when all ranks are ready: their clocks start together. `checks`, `evaluations`: how many there were, which send bytes too."""
+
+    def __init__(self, job: Job, plan: Plan, replicas: LocalReplicas) -> None:
+        self._job, self._plan, self._replicas = job, plan, replicas
+        self.num_steps = self.checks = self.evaluations = 0
+        self._results: list[StepResult] = []  # the first and the newest
+        self._start = time.monotonic()
+        self._data = self._steps = 0.0  # seconds
+        self._held_up = 0.0  # part of `_steps`: in collectives
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        """Around what gets a batch."""
+        started = time.monotonic()
+        yield
+        self._data += time.monotonic() - started
+
+    @contextmanager
+    def stepping(self) -> Generator[None]:
+        """Around a step."""
+        started, held_up = time.monotonic(), self._seconds_in_collectives()
+        yield
+        self._steps += time.monotonic() - started
+        self._held_up += self._seconds_in_collectives() - held_up
+        self.num_steps += 1
+
+    def came_to(self, result: StepResult) -> None:
+        """What the newest step came to."""
+        self._results[1:] = [result]
+
+    def progress(self, step: int, steps: int, loss: float, memory_bytes: int) -> Progress:
+        """After `step` of `steps`."""
+        seconds = max(self._steps + self._data, 1e-9)
+        samples = self._job.batch_size * self.num_steps / seconds
+        return Progress(
+            step=step,
+            steps=steps,
+            loss=loss,
+            gradient_norm=self._results[-1].gradient_norm,
+            learning_rates=self._replicas.first.updater.learning_rates(),
+            samples_per_second=samples,
+            tokens_per_second=samples * self._job.tokens_per_sample if self._job.tokens_per_sample else None,
+            seconds_left=seconds / self.num_steps * (steps - step),
+            memory_bytes=memory_bytes,
+        )
+
+    def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
+        """Bytes and seconds of the steps so far. All ranks call it."""
+        seat = self._replicas.first.seat
+        counted = Traffic.of({"dp": self._counts()} | {axis: seat.groups[axis].counts for axis in self._axes_within})
+        arrivals = self._replicas.together(lambda each: collect(each.seat.world, [at - self._start for at in each.arrivals]))[0]
+        return Summary(
+            steps=self.num_steps,
+            seconds=seconds,
+            first_loss=self._results[0].loss if self._results else math.nan,
+            last_loss=self._results[-1].loss if self._results else math.nan,
+            evaluation=evaluation,
+            predicted=self._predict(),
+            counted=counted,
+            shares=time_shares(self._steps + self._data, self._data, self._held_up, arrivals, seat.rank, self.num_steps),
+            checkpoint=checkpoint,
+        )
+
+    def _counts(self) -> dict[str, Count]:
+        """What this process's first rank handed to collectives along dp, by kind."""
+        replica = self._replicas.first
+        counts = dict(replica.replicas.counts)
+        for name, count in replica.seat.statistics.counts.items():
+            counts[name] = counts[name] + count if name in counts else count
+        return counts
+
+    def _seconds_in_collectives(self) -> float:
+        groups = self._replicas.first.seat.groups
+        within = [count for axis in self._axes_within for count in groups[axis].counts.values()]
+        return sum(count.seconds for count in (*self._counts().values(), *within))
+
+    @property
+    def _axes_within(self) -> list[Axis]:
+        """The axes along which a replica is divided."""
+        return [axis for axis in ("pp", "tp") if getattr(self._plan, axis) > 1]
+
+    def _predict(self) -> Traffic:
+        replica = self._replicas.first
+        total: dict[str, int] = dict(replica.bytes_once())
+
+        def add(part: Mapping[str, int], times: int) -> None:
+            for name, count in part.items():
+                total[name] = total.get(name, 0) + count * times
+
+        add(replica.bytes_of_saves(), 1)
+        add(replica.exchange.bytes_so_far(), 1)
+        add(replica.bytes_per_step(), self.num_steps)
+        if self._plan.dp > 1:
+            add({"all_gather": replica.bytes_per_check()}, self.checks)
+            add({"all_reduce": replica.bytes_per_evaluation()}, self.evaluations)
+        axes = {"dp": total} | {axis: replica.bytes_within(axis) for axis in self._axes_within}
+        return Traffic({axis: {name: count for name, count in kinds.items() if count} for axis, kinds in axes.items()})

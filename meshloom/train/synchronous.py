@@ -1,0 +1,234 @@
+"""A run whose ranks take every step together: the training loop, over parts that were built before it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from meshloom.checkpoint.checkpoint import passed_over
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import JobError, TrainingError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.timings import Timings
+from meshloom.data.data import Reader, open_reader
+from meshloom.data.shares import Shares
+from meshloom.data.team_data import open_team_reader
+from meshloom.launch.events import tell
+from meshloom.launch.failure import report_stop
+from meshloom.launch.processes.signals import StopRequests
+from meshloom.launch.world import World
+from meshloom.parameters.model import check_dense_buffers
+from meshloom.replica.replica import Replica
+from meshloom.telemetry.progress import QUIET, Listener
+from meshloom.telemetry.summary import Summary
+from meshloom.train.contract import Batch
+from meshloom.train.evaluation import TeamEvaluation
+from meshloom.train.idle_ranks import idle_lines_of
+from meshloom.train.local_replicas import LocalReplicas
+from meshloom.train.run_checkpoints import RunCheckpoints
+from meshloom.train.share_measurement import ShareMeasurement
+from meshloom.train.step_meter import StepMeter
+from meshloom.train.timeline_recording import TimelineRecording
+
+CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
+_LOOP = "for batch in trainer.batches(): loss = trainer.step(batch)"
+
+
+class SynchronousRun:
+    """A job under a plan in `world`. `next_step`: steps done. leave: closes this run, and then the world, while all ranks are here."""
+
+    def __init__(
+        self, job: Job, plan: Plan, world: World, listener: Listener, shares: Shares, timings: Timings, *, steps: int, out: Path | None,
+        resume: Path | None, overwrite: bool, dtype: torch.dtype | None, share: bool, cache: str, leave: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._job, self._plan, self._world, self._shares, self._timings = job, plan, world, shares, timings
+        self._steps, self._out, self._leave = steps, out, leave
+        self._listener = listener = listener if world.main else QUIET
+        self._readers: list[Reader] = []
+        self._stop_requests = StopRequests()
+        self._stopping = self._closed = False  # stopping: all ranks know that some of them was asked to stop
+        self.next_step = 0
+        with ExitStack() as building:
+            building.callback(self._stop_requests.close)
+            self.replicas = LocalReplicas(job, plan, world, dtype=dtype, share=share, cache=cache, timings=timings)
+            building.callback(self.replicas.close)
+            first = self.replicas.first
+            for replica in self.replicas.all:
+                replica.stop_requests = self._stop_requests.received if out else None
+            self._checkpoints = RunCheckpoints(job, plan, shares, self.replicas, out, resume=resume, overwrite=overwrite)
+            self.replicas.together(lambda replica: replica.prepare())
+            if out:
+                check_dense_buffers(first.model, "checkpoints hold only dense buffers")
+            self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")
+            if resume is not None:
+                self._resume(resume)
+            self._checked = self.next_step
+            self._meter = StepMeter(job, plan, self.replicas)
+            self._evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
+            self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)
+            copies = "; one copy of parameters and optimizer state for all replicas" if first.exchange.one_copy else ""
+            summed = f"; replicas add up by {plan.algorithm}, on messages" if plan.algorithm else ""
+            listener.started(f"plan {plan} on {world.why}{copies}{summed}")
+            for note in [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings]:
+                listener.note(note)
+            self.replicas.enter("between steps", self.next_step)
+            self._stack = building.pop_all()
+
+    def close(self) -> None:
+        """End reader processes, take the hooks off the models."""
+        self._closed = True
+        self._close_readers()
+        self._stack.close()
+
+    def fit(self) -> Summary:
+        """Train to the last step, evaluating and saving when due."""
+        evaluation: dict[str, float] = {}
+        saved: Path | None = None
+        began = time.monotonic()
+        for batch in self.batches():
+            loss = self.step(batch)
+            if self._world.main:
+                self._listener.step(self._meter.progress(self.next_step, self._steps, loss, self._world.memory_bytes()))
+            last = self.next_step == self._steps
+            if self._job.evaluate and (last or self.next_step % self._job.evaluate.every == 0):
+                evaluation = self.evaluate()
+                self._listener.evaluated(self.next_step, evaluation)
+            if self._out and (last or (self._job.checkpoint_every and self.next_step % self._job.checkpoint_every == 0)):
+                saved = self.save()
+                self._listener.saved(self.next_step, saved)
+        return self.summary(time.monotonic() - began, evaluation, saved)
+
+    def batches(self) -> Iterator[Batch]:
+        """This process's share of every global batch that is left; see `Trainer.batches`."""
+        if self.next_step < self._steps:
+            self._evaluation.try_out(self.next_step)
+        try:
+            if self._out:
+                self._stop_requests.open()
+            self.replicas.enter("reading", self.next_step)
+            with self._timings.of("data"):
+                self._readers = self.replicas.together(self._open_reader)
+            while self.next_step < self._steps:
+                if self._stopping or (self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size):
+                    self._stop()
+                batch = self._read()
+                yield batch
+                if self.next_step == batch.step and not self._closed:
+                    raise TrainingError(
+                        f"The batch of step {batch.step + 1} was not trained, and the next one was asked for. Give each to Trainer.step() before that."
+                    )
+        finally:
+            self._stop_requests.close()
+            self._close_readers()
+
+    def step(self, batch: Batch) -> float:
+        """Train on a batch that `batches()` gave; the mean loss of the whole global batch."""
+        self._check_batch(batch)
+        if self._out and not self._stop_requests.armed:
+            self._stop_requests.arm()
+            tell({"event": "saves"}) if self._stop_requests.armed else None
+        replicas, meter = self.replicas, self._meter
+        with meter.stepping():
+            recorded = self._recording.begin(batch.step + 1)
+            with self._timings.of("steps" if meter.num_steps else "first step"), replicas.computing():
+                result = replicas.together(lambda replica: replica.step(batch.step, batch.shares[replicas.all.index(replica)]))[0]
+            self.next_step = batch.step + 1
+            self._stopping = result.stopping
+            replicas.enter("comparing", self.next_step)
+            with self._timings.of("comparing ranks"):
+                self._compare(batch.step)
+            replicas.enter("between steps", self.next_step)
+        if recorded:
+            self._recording.keep(self.next_step)
+        meter.came_to(result)
+        last = self.next_step == self._steps
+        if last or meter.num_steps == 1 or self.next_step % CHECK_EVERY == 0 or self._plan.mesh.size == self._plan.dp:
+            for note in replicas.together(lambda replica: replica.take_notes())[0]:
+                self._listener.note(note)
+        if last and (told := replicas.first.readings):
+            self._listener.note(told)
+        return result.loss
+
+    def evaluate(self) -> dict[str, float]:
+        """Every metric of the job's `Evaluate`, averaged over all of its data."""
+        return self._evaluation.evaluate(self.next_step)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the state after the newest step into `out`; its path."""
+        with self._timings.of("saving"):
+            return self._checkpoints.save(self.next_step)
+
+    def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
+        """Bytes and seconds of the steps taken so far, of this process's first rank."""
+        return self._meter.summary(seconds, evaluation, checkpoint)
+
+    def _compare(self, step: int) -> None:
+        """After a step: the replicas' bits, if that is due and they should be the same; the shares; the ranks within a replica."""
+        last = self.next_step == self._steps
+        replicas = self.replicas
+        if last:
+            replicas.together(lambda replica: replica.settle())
+        due = self.next_step // CHECK_EVERY > self._checked // CHECK_EVERY or last
+        if self._plan.dp > 1 and due and replicas.first.exchange.settled:
+            replicas.together(lambda replica: replica.check_identical(step))
+            self._meter.checks += 1
+            self._checked = self.next_step
+        self._measurement.after_step(self.next_step, self._steps)
+        if self._plan.mesh.size > self._plan.dp and (self.next_step % CHECK_EVERY == 0 or last):
+            replicas.together(lambda replica: replica.check_team(step))
+
+    def _stop(self) -> NoReturn:
+        """End as asked to: with a checkpoint, a sentence, and the exit code of the signal."""
+        number = self._stop_requests.received[0] if self._stop_requests.received else signal.SIGTERM
+        if self._checkpoints.newest is None or self._checkpoints.newest[0] != self.next_step:
+            self._listener.saved(self.next_step, self.save())
+        why = f"by {signal.Signals(number).name}" if self._stop_requests.received else "because another rank was asked to"
+        text = f"Stopped {why} after step {self.next_step} of {self._steps}, which is saved. Go on with --resume {self._out}."
+        main = self._world.main
+        self._leave()
+        report_stop(text, 128 + number, main=main)
+        raise SystemExit(128 + number)
+
+    def _resume(self, directory: Path) -> None:
+        checkpoint = self._checkpoints.resume(directory, self._steps)
+        if self._world.main and (said := passed_over(checkpoint.path)):
+            self._listener.note(said)
+        self._measurement.go_on_with(checkpoint)
+        self.next_step = checkpoint.step
+
+    def _read(self) -> Batch:
+        self.replicas.enter("reading", self.next_step)
+        with self._meter.reading():
+            with self._timings.of("data"):
+                shares = self.replicas.together(lambda replica: self._readers[self.replicas.all.index(replica)].read(self.next_step))
+            self.replicas.enter("between steps", self.next_step)
+        return Batch(self.next_step, shares)
+
+    def _open_reader(self, replica: Replica) -> Steps[Reader]:
+        seat = replica.seat
+        if seat.team is None:
+            return open_reader(self._job, self._plan, seat.readers, self.next_step, self._steps, self._shares)
+        return open_team_reader(self._job, self._plan, seat.readers, seat.team, self.next_step, self._steps, self._shares)
+
+    def _close_readers(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
+
+    def _check_batch(self, batch: Batch) -> None:
+        if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise JobError(f"Trainer.step takes a batch that Trainer.batches() gave, not a {type(batch).__name__}. Write: {_LOOP}.")
+        here = len(self.replicas.all)
+        if len(batch.shares) != here:
+            raise JobError(f"This batch is for {len(batch.shares)} ranks in this process, and here are {here}. Write: {_LOOP}.")
+        if batch.step != self.next_step:
+            raise TrainingError(
+                f"This is the batch of step {batch.step + 1}, and the next step is {self.next_step + 1}: each batch is trained once, in order. Write: {_LOOP}."
+            )
