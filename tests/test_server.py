@@ -152,10 +152,10 @@ def values_of_a_server_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     pull = Server._pull
 
     def of_the_first_only(self: Server, flats: Any) -> Any:
-        self._num_servers, servers = 1, self._num_servers
+        self._num_owners, servers = 1, self._num_owners
         views = [flat[: flat.numel() // servers] for flat in flats]
         yield from pull(self, views)
-        self._num_servers = servers
+        self._num_owners = servers
 
     monkeypatch.setattr(Server, "publish", lambda self: of_the_first_only(self, self._parameters))
 

@@ -14,18 +14,16 @@ with a barrier in each step).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import zip_longest
 
-import torch
 from torch import Tensor, nn
 
-from meshloom.comm.group import Group, Work
+from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
-from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.buckets.buckets import Bucket
+from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
-from meshloom.exchange.slices import OwnedSlices, Used, give_bucket, move_into_flat, share_of
-from meshloom.program.operators.fused_grad_accumulation import Room
+from meshloom.exchange.sharded import Sharded
+from meshloom.exchange.slices import move_into_flat, share_of
 
 
 def open_server(setup: Setup) -> Exchange:
@@ -33,7 +31,7 @@ def open_server(setup: Setup) -> Exchange:
     return Server(setup.dense, setup.group, num_servers=setup.plan.servers, **setup.bucket_settings)
 
 
-class Server(Exchange):
+class Server(Sharded):
     """The first `num_servers` ranks of `group` own everything, divided evenly by bytes; the others own nothing."""
 
     def __init__(
@@ -46,90 +44,41 @@ class Server(Exchange):
         overlap: bool,
         apart: Collection[str] = (),
     ) -> None:
-        self._group = group
-        self._num_servers = num_servers
-        self._works: list[Work] = []
-        self._buckets = GradientBuckets(named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, multiple=num_servers, apart=apart)
+        super().__init__(named, group, num_servers, bucket_bytes=bucket_bytes, overlap=overlap, apart=apart)
         buckets = self._buckets.buckets
         is_server = group.rank < num_servers
         # [ranks, n] per bucket: where a server receives its share of everybody's gradients.
         self._pushed = [bucket.flat.new_zeros(group.size, bucket.flat.numel() // num_servers) for bucket in buckets if is_server]
         self._parameters = [move_into_flat(bucket) for bucket in buckets]
-        self._used = Used(buckets, group)
-        self._is_used: list[bool] = []
-        self._mine = OwnedSlices(buckets, group.rank, num_servers)
-
-    @property
-    def owned(self) -> Sequence[Slice]:
-        return self._mine.slices
-
-    @property
-    def owners(self) -> Group:
-        return self._group
-
-    @property
-    def num_owners(self) -> int:
-        return self._num_servers
-
-    def begin_step(self) -> None:
-        self._works.clear()
-        self._buckets.begin_step()
-
-    def begin_last_chunk(self) -> None:
-        self._buckets.begin_last_chunk()
-
-    def room(self, parameter: Tensor) -> Room | None:
-        return self._buckets.room(parameter)
-
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        self._buckets.gradient_ready(parameter)
-
-    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
-        self._buckets.start_rest()
-        self._works.append(self._used.start())
-        yield
-        for work in self._works:
-            work.wait()
-        divisor = float(weight)
-        for pushed in self._pushed:
-            for theirs in pushed[1:]:
-                pushed[0].add_(theirs)
-            if divisor != 1.0:
-                pushed[0].div_(divisor)
-        self._is_used = self._used.found()
-        yield from self._buckets.share_order(self._group)
-        return self._mine.gradients([pushed[0] for pushed in self._pushed], self._is_used)
 
     def publish(self) -> Steps[None]:
         yield from self._pull(self._parameters)
-
-    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
-        is_used = iter(self._is_used)
-        shares = self._mine.shares(gradients, [pushed[0] for pushed in self._pushed])
-        for bucket, share in zip_longest(self._buckets.buckets, shares):  # workers have none
-            whole = torch.zeros_like(bucket.flat)
-            if share is not None:
-                share_of(whole, self._group.rank, self._num_servers).copy_(share)
-            yield from self._pull([whole])
-            yield from give_bucket(bucket, whole, is_used, give)
 
     def bytes_per_step(self) -> dict[str, int]:
         total = sum(bucket.num_bytes for bucket in self._buckets.buckets)
         return {"gather": total, "broadcast": total, "all_reduce": self._used.num_bytes}
 
-    def bytes_once(self) -> dict[str, int]:
-        return {"broadcast": 8 * len(self._buckets.buckets)}
-
     def _start(self, bucket: Bucket) -> None:
         bucket.flat[bucket.length :].zero_()
-        for server in range(self._num_servers):
+        for server in range(self._num_owners):
             rows = list(self._pushed[bucket.number]) if server == self._group.rank else None
-            self._works.append(self._group.gather(rows, share_of(bucket.flat, server, self._num_servers), server))
+            self._works.append(self._group.gather(rows, share_of(bucket.flat, server, self._num_owners), server))
+
+    def _add_up(self) -> list[Tensor]:
+        for pushed in self._pushed:
+            for theirs in pushed[1:]:
+                pushed[0].add_(theirs)
+        return [pushed[0] for pushed in self._pushed]
+
+    def _gather(self, whole: Tensor, share: Tensor | None) -> Steps[None]:
+        if share is not None:
+            share_of(whole, self._group.rank, self._num_owners).copy_(share)
+        yield from self._pull([whole])
 
     def _pull(self, flats: Sequence[Tensor]) -> Steps[None]:
         """Everybody gets each server's share of tensors that are laid out like the buckets."""
-        servers = range(self._num_servers)
-        works = [self._group.broadcast(share_of(flat, server, self._num_servers), server) for flat in flats for server in servers]
+        servers = range(self._num_owners)
+        works = [self._group.broadcast(share_of(flat, server, self._num_owners), server) for flat in flats for server in servers]
         yield
         for work in works:
             work.wait()

@@ -1,0 +1,110 @@
+"""What exchanges have in common in which elements have one owner each: some ranks own everything, divided evenly by bytes, and the others nothing."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group, Work
+from meshloom.comm.steps import Steps
+from meshloom.comm.windows import Extent, separate
+from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
+from meshloom.exchange.exchange import Exchange, Give, Slice
+from meshloom.exchange.slices import OwnedSlices, Used, give_bucket
+from meshloom.program.operators.fused_grad_accumulation import Room
+
+
+class Sharded(Exchange):
+    """The first `num_owners` ranks of `group` own an even share of each bucket."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        group: Group,
+        num_owners: int,
+        *,
+        bucket_bytes: int,
+        overlap: bool,
+        apart: Collection[str],
+        allocate: Callable[[Sequence[Extent]], list[Tensor]] = separate,
+    ) -> None:
+        self._group = group
+        self._num_owners = num_owners
+        self._works: list[Work] = []
+        self._buckets = GradientBuckets(
+            named, bucket_bytes=bucket_bytes, start=self._start, overlap=overlap, multiple=num_owners, apart=apart, allocate=allocate
+        )
+        self._used = Used(self._buckets.buckets, group)
+        self._is_used: list[bool] = []
+        self._mine = OwnedSlices(self._buckets.buckets, group.rank, num_owners)
+        self._sums: list[Tensor] = []  # this rank's share of each bucket's sum, of the newest step
+
+    @property
+    def owned(self) -> Sequence[Slice]:
+        return self._mine.slices
+
+    @property
+    def owners(self) -> Group:
+        return self._group
+
+    @property
+    def num_owners(self) -> int:
+        return self._num_owners
+
+    def begin_step(self) -> None:
+        self._works.clear()
+        self._buckets.begin_step()
+
+    def begin_last_chunk(self) -> None:
+        self._buckets.begin_last_chunk()
+
+    def room(self, parameter: Tensor) -> Room | None:
+        return self._buckets.room(parameter)
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        self._buckets.gradient_ready(parameter)
+
+    def finish(self, weight: Tensor) -> Steps[list[Tensor | None]]:
+        self._buckets.start_rest()
+        self._computed()
+        # Started here and not before: who has waited for it knows that nobody computes with the old parameters any more.
+        self._works.append(self._used.start())
+        yield
+        for work in self._works:
+            work.wait()
+        self._sums = self._add_up()
+        divisor = float(weight)
+        for each in self._sums if divisor != 1.0 else ():
+            each.div_(divisor)
+        self._is_used = self._used.found()
+        yield from self._buckets.share_order(self._group)
+        return self._mine.gradients(self._sums, self._is_used)
+
+    def each_gradient(self, gradients: list[Tensor | None], give: Give) -> Steps[None]:
+        is_used = iter(self._is_used)
+        for bucket, share in zip_longest(self._buckets.buckets, self._mine.shares(gradients, self._sums)):  # who owns nothing has no shares
+            whole = torch.zeros_like(bucket.flat)
+            yield from self._gather(whole, share)
+            yield from give_bucket(bucket, whole, is_used, give)
+
+    def bytes_once(self) -> dict[str, int]:
+        return {"broadcast": 8 * len(self._buckets.buckets)}
+
+    @abstractmethod
+    def _start(self, bucket: Bucket) -> None:
+        """A bucket is complete on this rank: start to send its shares to their owners. Never waits."""
+
+    def _computed(self) -> None:
+        """This rank has computed its chunks; nobody has updated anything yet."""
+
+    @abstractmethod
+    def _add_up(self) -> list[Tensor]:
+        """This rank's share of each bucket's sum, once all that was started has been waited for."""
+
+    @abstractmethod
+    def _gather(self, whole: Tensor, share: Tensor | None) -> Steps[None]:
+        """Make a flat tensor of zeros, laid out like a bucket, that of all owners' shares, of which this rank's is `share`."""
