@@ -12,7 +12,7 @@ from typing import Any
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.asynchronous.protocol.head import Event, Head, Restored, Rules, Snapshot, Update, first_state
-from meshloom.asynchronous.protocol.messages import Kind
+from meshloom.asynchronous.protocol.messages import SnapshotKind
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.protocol.virtual import Parts, VirtualCluster
 from meshloom.asynchronous.protocol.worker import Computed, Task
@@ -56,7 +56,7 @@ def count(
 ) -> Account:
     """Run to the end."""
     rules = Rules(num_servers=num_servers, staleness=staleness, steps=steps, keep_every=[keep_every])
-    storages = [Storage(snapshots={0: (Kind(incarnation=0, state=first_state()), None)}) for _ in range(num_servers)]
+    storages = [Storage(snapshots={0: (SnapshotKind(incarnation=0, state=first_state()), None)}) for _ in range(num_servers)]
 
     def compute(worker: int, task: Task) -> Computed:
         assert [part.values for part in task.parts] == [task.version] * num_servers  # all of one version, and that is the number of updates

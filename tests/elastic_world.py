@@ -14,15 +14,15 @@ import torch
 from peers import WAIT_SECONDS
 from torch import Tensor
 
-from meshloom.asynchronous.messaging.handshake import Description
-from meshloom.asynchronous.messaging.keys import make_keys, write_key
+from meshloom.asynchronous.messaging.handshake import RunDescription
 from meshloom.asynchronous.roles.server_process import ServerProcess
 from meshloom.asynchronous.roles.worker_process import WorkerProcess, ask
 from meshloom.asynchronous.state.checkpoints import read_content
 from meshloom.asynchronous.state.parameters import Content, Parameters
-from meshloom.asynchronous.state.settings import Settings
+from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import read_snapshot, snapshot_name
 from meshloom.asynchronous.state.worker_model import WorkerReplica
+from meshloom.comm.messaging.keys import make_keys, write_key
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.processes.elastic import HEAD_KEYS, SERVER_KEY, WORKER_KEY
@@ -50,7 +50,7 @@ class World:
 
     def __init__(self, job: Job, plan: str, directory: Path, **settings: Any) -> None:
         self.job, self.plan, self.directory = job, Plan.parse(plan), directory
-        self.settings = Settings(**{"steps": job.steps, "snapshot_every": 5, **settings})
+        self.settings = AsynchronousSettings(**{"steps": job.steps, "snapshot_every": 5, **settings})
         self.told: list[list[Mapping[str, Any]]] = [[] for _ in range(self.plan.servers)]
         self.errors: list[BaseException] = []
         self.finished = threading.Event()
@@ -91,7 +91,7 @@ class World:
         assert description is not None
         self.worker(description, job, stop).run()
 
-    def worker(self, description: Description, job: Job | None = None, stop: list[int] | None = None) -> WorkerProcess:
+    def worker(self, description: RunDescription, job: Job | None = None, stop: list[int] | None = None) -> WorkerProcess:
         return WorkerProcess(
             job or self.job,
             self.plan,

@@ -13,13 +13,13 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from meshloom.asynchronous.messaging.connections import Connections
-from meshloom.asynchronous.messaging.endpoint import Endpoint
-from meshloom.asynchronous.messaging.keys import ServerKey, WorkerKey
-from meshloom.asynchronous.messaging.sockets import Event, Joined, Lost, Message, Patience
-from meshloom.asynchronous.messaging.wire_format import Limits
+from meshloom.comm.messaging.connections import Connections
+from meshloom.comm.messaging.endpoint import Endpoint
+from meshloom.comm.messaging.keys import ServerKey, WorkerKey
+from meshloom.comm.messaging.sockets import Event, Joined, Lost, ReceivedMessage, SocketLimits
+from meshloom.comm.messaging.wire_format import FrameLimits
 
-LIMITS = Limits(kinds=frozenset(range(10)), num_tensors=32, tensor_bytes=1 << 20)
+LIMITS = FrameLimits(kinds=frozenset(range(10)), num_tensors=32, tensor_bytes=1 << 20)
 WAIT_SECONDS = 30.0  # for what comes in milliseconds where the machine is not busy
 
 _SECRETS = [z85.encode(bytes([number] * 32)) for number in (1, 2)]  # the same in all processes of a test
@@ -30,11 +30,11 @@ WORKER = WorkerKey(public=_PUBLIC[1], secret=_SECRETS[1].decode(), servers_publi
 Peer = Endpoint | Connections
 
 
-def server(address: str = "127.0.0.1:0", limits: Limits = LIMITS, patience: Patience | None = None) -> Endpoint:
+def server(address: str = "127.0.0.1:0", limits: FrameLimits = LIMITS, patience: SocketLimits | None = None) -> Endpoint:
     return Endpoint(address, SERVER, limits, patience)
 
 
-def worker(*addresses: str, limits: Limits = LIMITS, patience: Patience | None = None, key: WorkerKey = WORKER) -> Connections:
+def worker(*addresses: str, limits: FrameLimits = LIMITS, patience: SocketLimits | None = None, key: WorkerKey = WORKER) -> Connections:
     return Connections(addresses, key, limits, patience)
 
 
@@ -60,11 +60,11 @@ def meet(endpoint: Endpoint, *workers: Connections) -> list[int]:
     return numbers
 
 
-def receive(peer: Peer, count: int) -> list[Message]:
+def receive(peer: Peer, count: int) -> list[ReceivedMessage]:
     """The next messages, and nothing else comes."""
     events = poll_until(lambda happened: len(happened[peer]) >= count, peer)[peer]
-    assert all(isinstance(event, Message) for event in events) and len(events) == count, events
-    return [event for event in events if isinstance(event, Message)]
+    assert all(isinstance(event, ReceivedMessage) for event in events) and len(events) == count, events
+    return [event for event in events if isinstance(event, ReceivedMessage)]
 
 
 def kinds_of(events: Sequence[Event]) -> list[str]:

@@ -20,7 +20,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
-from meshloom.pipeline.runtime.run import Listener, PipelineRun
+from meshloom.pipeline.runtime.run import ActionListener, PipelineRun
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages
@@ -90,7 +90,7 @@ def run_pipeline(
     subject: Subject,
     schedule: Schedule,
     stage_of: Callable[[Program, int], Mapping[str, int]] = evenly,
-    listener: Callable[[int], Listener] | None = None,
+    listener: Callable[[int], ActionListener] | None = None,
 ) -> Ran:
     """All ranks in turns; each with a model of its own, of which it uses the parameters of its stages."""
     cut = {id(program): cut_into_stages(program, stage_of(program, schedule.num_stages), schedule.num_stages) for program in subject.programs}
@@ -120,7 +120,7 @@ def _run_rank(
     group: Group,
     losses: list[float],
     peaks: list[int],
-    listener: Listener | None,
+    listener: ActionListener | None,
 ) -> None:
     last = schedule.num_stages - 1
 
@@ -153,7 +153,7 @@ def _run_rank(
 
 
 class _Watch:
-    def __init__(self, runs: Mapping[int, StageRun], peaks: list[int], rank: int, listener: Listener | None) -> None:
+    def __init__(self, runs: Mapping[int, StageRun], peaks: list[int], rank: int, listener: ActionListener | None) -> None:
         self._runs, self._peaks, self._rank, self._listener = runs, peaks, rank, listener
 
     def began(self, action: Any) -> None:

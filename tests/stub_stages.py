@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.core.mesh import Place
+from meshloom.core.mesh import MeshCoordinates
 from meshloom.pipeline.runtime.gather_timeline import gather_timeline
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import PipelineRun
@@ -70,4 +70,4 @@ def record_step(schedule: Schedule, group: Group, run: PipelineRun, step: int = 
         work.wait()
     with recorder.span("update"):
         torch.zeros(1)
-    return (yield from gather_timeline(group, recorder.take(), step=step, place=Place(pp=group.rank), schedule=schedule))
+    return (yield from gather_timeline(group, recorder.take(), step=step, place=MeshCoordinates(pp=group.rank), schedule=schedule))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances, parse_incidents
 from meshloom.asynchronous.state.division import divide_over_servers
-from meshloom.asynchronous.state.push_shares import Shares
+from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.cli.main import main
 from meshloom.core.errors import CheckpointError, DataError, JobError, MeshloomError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
@@ -297,7 +297,7 @@ def save_one(job: Job, directory: Path) -> Path:
 @pytest.mark.parametrize(("plan", "drop_last"), [("dp=3,microbatches=2", False), ("dp=8", False), ("dp=2", True)])
 def test_shares_are_the_replicas_shares(plan: str, drop_last: bool) -> None:
     job = make_job("mlp", "sgd", drop_last=drop_last)  # 30 samples: 12, 12 and 6
-    shares = Shares(job, Plan.parse(plan))
+    shares = PushShares(job, Plan.parse(plan))
     for epoch in range(2):
         indices = [index for number in range(shares.per_epoch) for index in shares.find(epoch * shares.per_epoch + number).indices]
         assert indices == sample_order(job.seed, epoch, 30, True)[: 24 if drop_last else 30]

@@ -13,7 +13,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import JobError
 from meshloom.optimizer.average_state import average_state
-from meshloom.optimizer.state import Held
+from meshloom.optimizer.state import OwnedSlice
 
 
 def averaged(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, int]], list[dict[str, int]]]:
@@ -24,7 +24,7 @@ def averaged(states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[d
     for parameter, optimizer, state in zip(parameters, optimizers, states, strict=True):
         if state:
             optimizer.state[parameter] = dict(state)
-    held = [[Held("weight", parameter, 0, 6, (2, 3))] for parameter in parameters]
+    held = [[OwnedSlice("weight", parameter, 0, 6, (2, 3))] for parameter in parameters]
     talk = simulated_groups(len(states))
     told = run_in_steps([average_state(*each) for each in zip(optimizers, held, groups, talk, strict=True)])
     counted = [{name: group.counts[name].bytes if name in group.counts else 0 for name in ("all_reduce", "broadcast")} for group in groups]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import CollectiveError, JobError, TrainingError
-from meshloom.replica.batch_norm import synchronise_batch_norm
+from meshloom.replica.buffers.batch_norm import synchronise_batch_norm
 from tests.covering import few
 
 # Sums run per rank and then over ranks, instead of over all samples at once.

@@ -14,7 +14,7 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import PeerLostError, TrainingError
-from meshloom.replica.buffers import RunningStatistics
+from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # the recurrence is applied per replica and then over replicas
 

@@ -18,13 +18,12 @@ from meshloom.asynchronous.messaging.codec import (
     SLICE_BYTES,
     TO_SERVERS,
     TO_WORKERS,
-    Holding,
+    ServerState,
     decode,
     encode,
     limits_for,
 )
-from meshloom.asynchronous.messaging.handshake import Ask, Hello, Tally, Terms, Welcome
-from meshloom.asynchronous.messaging.wire_format import Described, Header, read_frames, write_frames
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, Terms, Welcome, WorkerSeconds
 from meshloom.asynchronous.protocol.messages import (
     Apply,
     Back,
@@ -34,24 +33,25 @@ from meshloom.asynchronous.protocol.messages import (
     Give,
     Join,
     Keep,
-    Kept,
-    Kind,
     Leave,
-    Part,
+    ParametersPart,
     Push,
+    PushStaged,
     Rejoin,
-    Report,
+    ReportRequest,
     Restore,
-    Staged,
+    SnapshotKept,
+    SnapshotKind,
 )
 from meshloom.asynchronous.state.division import divide_over_servers
+from meshloom.comm.messaging.wire_format import Described, Header, read_frames, write_frames
 from meshloom.core.errors import JobError, MessageError
 
-HOLDING = Holding(
+HOLDING = ServerState(
     slices=(Described(dtype=torch.float32, shape=(7,)), Described(dtype=torch.bfloat16, shape=(3,)), Described(dtype=torch.float64, shape=(0,))),
     buffers={"mean": Described(dtype=torch.float32, shape=(2, 3)), "count": Described(dtype=torch.int64, shape=())},
 )
-ELSEWHERE = Holding(slices=(Described(dtype=torch.complex64, shape=(5,)),), buffers={})
+ELSEWHERE = ServerState(slices=(Described(dtype=torch.complex64, shape=(5,)),), buffers={})
 LIMITS = limits_for(FROM_WORKERS | TO_WORKERS | FROM_SERVERS | TO_SERVERS, [HOLDING, ELSEWHERE])
 NUMBER, FLOAT = st.integers(0, 2**62), st.floats(allow_nan=False)
 
@@ -60,7 +60,7 @@ def tensor_of(described: Described) -> Tensor:
     return torch.arange(math.prod(described.shape)).reshape(described.shape).to(described.dtype)
 
 
-def tensors(holding: Holding, *, all_there: bool) -> st.SearchStrategy[dict[str, Any]]:
+def tensors(holding: ServerState, *, all_there: bool) -> st.SearchStrategy[dict[str, Any]]:
     def held(there: list[bool]) -> dict[str, Any]:
         slices = [tensor_of(each) if present else None for each, present in zip(holding.slices, there, strict=False)]
         rest = there[len(holding.slices) :]
@@ -71,7 +71,7 @@ def tensors(holding: Holding, *, all_there: bool) -> st.SearchStrategy[dict[str,
     return st.lists(st.just(True) if all_there else st.booleans(), min_size=count, max_size=count).map(held)
 
 
-SIMPLE = [Ask, Done, Join, Leave, Rejoin, Tally, Welcome, Staged, Broken, Kept, Report, Apply, Give, Drop, Restore]
+SIMPLE = [Ask, Done, Join, Leave, Rejoin, WorkerSeconds, Welcome, PushStaged, Broken, SnapshotKept, ReportRequest, Apply, Give, Drop, Restore]
 
 
 def simple(made: type) -> st.SearchStrategy[Any]:
@@ -87,12 +87,12 @@ MESSAGES = st.one_of(
     st.builds(Keep, incarnation=NUMBER, version=NUMBER, state=st.none(), forget_before=NUMBER),
     st.builds(
         Back, server=NUMBER, asked=st.none() | NUMBER, newest=NUMBER,
-        snapshots=st.dictionaries(NUMBER, st.builds(Kind, incarnation=NUMBER, state=st.none()), max_size=4),
+        snapshots=st.dictionaries(NUMBER, st.builds(SnapshotKind, incarnation=NUMBER, state=st.none()), max_size=4),
     ),
 )  # fmt: skip
 
 
-def sent(message: Any, holding: Holding) -> Any:
+def sent(message: Any, holding: ServerState) -> Any:
     """Through the bytes of its frames."""
     frames = write_frames(*encode(message, holding), LIMITS)
     return decode(*read_frames([bytearray(frame) for frame in frames], LIMITS), holding)
@@ -116,10 +116,10 @@ def test_gradients_arrive_with_what_is_not_there(held: dict[str, Any], here: boo
 
 
 @pytest.mark.parametrize("holding", [HOLDING, ELSEWHERE])
-def test_parameters_arrive(holding: Holding) -> None:
+def test_parameters_arrive(holding: ServerState) -> None:
     values = [tensor_of(each) for each in holding.slices]
     buffers = {name: tensor_of(each) for name, each in holding.buffers.items()} if holding.buffers else None
-    part = Part(server=1, incarnation=2, ticket=3, share=4, version=5, values=values, buffers=buffers)
+    part = ParametersPart(server=1, incarnation=2, ticket=3, share=4, version=5, values=values, buffers=buffers)
     found = sent(part, holding)
     assert_same(found.values, values)
     assert (found.buffers is None) == (buffers is None)
@@ -134,7 +134,7 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
 
 def test_large_tensors_travel_in_slices_without_a_copy() -> None:
     elements = 5 * SLICE_BYTES // 8 + 3  # two and a half slices of float32
-    holding = Holding(slices=(Described(dtype=torch.float32, shape=(elements,)),), buffers={})
+    holding = ServerState(slices=(Described(dtype=torch.float32, shape=(elements,)),), buffers={})
     gradient = torch.randn(elements)
     header, found = encode(Push(worker=0, incarnation=0, ticket=0, gradients=[gradient], changes=None, loss=0.0, norm=0.0), holding)
     assert [each.nbytes for each in found[3:-1]] == [SLICE_BYTES, SLICE_BYTES, gradient.nbytes - 2 * SLICE_BYTES]
@@ -186,11 +186,11 @@ def test_what_is_changed_is_refused_or_is_another_message(message: Any, change: 
 
 def test_what_no_message_can_carry_is_said_before_the_run() -> None:
     with pytest.raises(JobError, match="cannot carry"):
-        Holding.of([[]], {"gates": torch.empty(3, dtype=torch.float8_e4m3fnuz)})
+        ServerState.of([[]], {"gates": torch.empty(3, dtype=torch.float8_e4m3fnuz)})
 
 
 def test_holdings_are_those_of_the_division() -> None:
     named = [("a", nn.Parameter(torch.zeros(5))), ("b", nn.Parameter(torch.zeros(3)))]
-    holdings = Holding.of(divide_over_servers(named, 2, whole=False), {"seen": torch.zeros(2, dtype=torch.int64)})
+    holdings = ServerState.of(divide_over_servers(named, 2, whole=False), {"seen": torch.zeros(2, dtype=torch.int64)})
     assert [[each.shape for each in holding.slices] for holding in holdings] == [[(4,)], [(1,), (3,)]]
     assert [list(holding.buffers) for holding in holdings] == [["seen"], []]

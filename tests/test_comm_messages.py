@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshloom.asynchronous.messaging.sockets import receive, send
-from meshloom.asynchronous.messaging.wire_format import (
+from meshloom.comm.messaging.sockets import receive, send
+from meshloom.comm.messaging.wire_format import (
     DTYPES,
     Buffer,
     Described,
+    FrameLimits,
     Header,
-    Limits,
     read_frames,
     read_header,
     write_frames,
@@ -23,7 +23,7 @@ from meshloom.asynchronous.messaging.wire_format import (
 )
 from meshloom.core.errors import MessageError
 
-LIMITS = Limits(kinds=frozenset(range(1 << 16)), num_tensors=4, tensor_bytes=1 << 20)
+LIMITS = FrameLimits(kinds=frozenset(range(1 << 16)), num_tensors=4, tensor_bytes=1 << 20)
 counters = st.integers(0, 2**64 - 1)
 headers = st.builds(
     Header, kind=st.integers(0, 2**16 - 1), worker=st.integers(0, 2**32 - 1), sequence=counters, answers=counters, step=counters, version=counters
@@ -153,7 +153,7 @@ def test_malformed_messages_are_refused_with_the_reason(frames: list[Buffer], wh
 
 
 def test_kinds_that_are_not_expected_are_refused_both_ways():
-    limits = Limits(kinds=frozenset({1, 2}), num_tensors=0, tensor_bytes=0)
+    limits = FrameLimits(kinds=frozenset({1, 2}), num_tensors=0, tensor_bytes=0)
     with pytest.raises(MessageError, match="kind 3; known are 1, 2"):
         write_frames(Header(kind=3), [], limits)
     with pytest.raises(MessageError, match="kind 3; known are 1, 2"):
@@ -174,7 +174,7 @@ def test_what_cannot_travel_is_said_before_it_does():
     with pytest.raises(MessageError, match="kind=65536"):
         Header(kind=1 << 16)
     with pytest.raises(MessageError, match="num_tensors=65536"):
-        Limits(kinds=frozenset(), num_tensors=1 << 16, tensor_bytes=0)
+        FrameLimits(kinds=frozenset(), num_tensors=1 << 16, tensor_bytes=0)
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -30,11 +30,11 @@ from peers import (
     worker,
 )
 
-from meshloom.asynchronous.messaging.connections import Connections
-from meshloom.asynchronous.messaging.endpoint import Endpoint
-from meshloom.asynchronous.messaging.keys import WorkerKey, make_keys
-from meshloom.asynchronous.messaging.sockets import Event, Joined, Lost, Message, Patience
-from meshloom.asynchronous.messaging.wire_format import Described, Header, Limits, write_header
+from meshloom.comm.messaging.connections import Connections
+from meshloom.comm.messaging.endpoint import Endpoint
+from meshloom.comm.messaging.keys import WorkerKey, make_keys
+from meshloom.comm.messaging.sockets import Event, Joined, Lost, ReceivedMessage, SocketLimits
+from meshloom.comm.messaging.wire_format import Described, FrameLimits, Header, write_header
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 
@@ -57,7 +57,7 @@ def test_messages_travel_both_ways_in_order():
 
 @pytest.mark.long
 def test_a_tensor_of_100_megabytes():
-    limits = Limits(kinds=frozenset({1}), num_tensors=1, tensor_bytes=100_000_000)
+    limits = FrameLimits(kinds=frozenset({1}), num_tensors=1, tensor_bytes=100_000_000)
     with server(limits=limits) as endpoint, worker(endpoint.address, limits=limits) as connections:
         meet(endpoint, connections)
         sent = torch.randint(-(2**62), 2**62, (12_500_000,))
@@ -91,8 +91,8 @@ def test_who_leaves_is_lost_on_the_other_side_after_its_last_words():
             connections.send(1, Header(kind=1, sequence=sequence), [torch.full((1000,), float(sequence))])
         connections.close()
         events = poll_until(lambda happened: is_lost(happened[endpoint]), endpoint)[endpoint]
-        assert kinds_of(events) == ["Message"] * 5 + ["Lost"]
-        assert [event.header.sequence for event in events if isinstance(event, Message)] == list(range(5))
+        assert kinds_of(events) == ["ReceivedMessage"] * 5 + ["Lost"]
+        assert [event.header.sequence for event in events if isinstance(event, ReceivedMessage)] == list(range(5))
         assert not endpoint.peers
         with pytest.raises(PeerLostError, match="Peer 1 is gone"):
             endpoint.send(1, Header(kind=1))
@@ -106,7 +106,7 @@ def test_a_server_s_last_words_arrive():
             endpoint.send(there, Header(kind=1, sequence=sequence))
         endpoint.close()
         events = poll_until(lambda happened: is_lost(happened[connections]), connections)[connections]
-        assert kinds_of(events) == ["Message"] * 5 + ["Lost"]
+        assert kinds_of(events) == ["ReceivedMessage"] * 5 + ["Lost"]
         with pytest.raises(PeerLostError, match="Connection 1 has ended"):
             connections.send(1, Header(kind=1))
 
@@ -163,7 +163,7 @@ def test_what_a_failed_connection_has_opened_does_not_keep_a_worker(monkeypatch:
         raise zmq.ZMQError(zmq.EADDRINUSE)
 
     connections = worker("127.0.0.1:9")
-    monkeypatch.setattr("meshloom.asynchronous.messaging.line.Watch", no_watch)
+    monkeypatch.setattr("meshloom.comm.messaging.server_connection.Watch", no_watch)
     with pytest.raises(zmq.ZMQError):
         connections.poll(0.0)
     closing = threading.Thread(target=connections.close, args=(0.0,), daemon=True)
@@ -195,7 +195,7 @@ def test_a_peer_that_is_dropped_is_not_heard_again():
 
 def test_what_waits_for_a_stuck_peer_is_bounded_and_arrives_once():
     """The peer's socket takes what its queue and the system's buffers take; the rest waits here, to the mark and no further."""
-    patience = Patience(queue_messages=3)
+    patience = SocketLimits(queue_messages=3)
     tensor = torch.zeros(1 << 18)  # 1 MiB
     with server(patience=patience) as endpoint, worker(endpoint.address, patience=patience) as connections:
         [there] = meet(endpoint, connections)
@@ -215,8 +215,8 @@ def test_what_waits_for_a_stuck_peer_is_bounded_and_arrives_once():
 @pytest.mark.slow
 def test_slices_let_heartbeats_through_a_slow_link():
     """4 MB at 0.8 MB/s: as one tensor it takes longer than peers may be silent, and its connection ends; in slices it arrives."""
-    patience = Patience(lost_after_seconds=3.0)
-    limits = Limits(kinds=frozenset({1}), num_tensors=20, tensor_bytes=4_000_000)
+    patience = SocketLimits(lost_after_seconds=3.0)
+    limits = FrameLimits(kinds=frozenset({1}), num_tensors=20, tensor_bytes=4_000_000)
     tensor = torch.randn(1_000_000)
     for slices in (1, 20):
         with (
@@ -230,7 +230,7 @@ def test_slices_let_heartbeats_through_a_slow_link():
             if slices == 1:
                 assert event == Lost(there, "127.0.0.1")
             else:
-                assert isinstance(event, Message) and torch.equal(torch.cat(event.tensors), tensor)
+                assert isinstance(event, ReceivedMessage) and torch.equal(torch.cat(event.tensors), tensor)
 
 
 # --- Keys
@@ -257,7 +257,7 @@ def test_a_worker_without_the_job_s_key_is_refused():
         with Endpoint("127.0.0.1:0", others_server, LIMITS) as elsewhere:
             assert "no server of this worker key's job" in refusal_of(elsewhere, worker(elsewhere.address))
         member.send(1, Header(kind=1))
-        assert kinds_of(endpoint.poll(WAIT_SECONDS)) == ["Message"] and endpoint.peers == {1}
+        assert kinds_of(endpoint.poll(WAIT_SECONDS)) == ["ReceivedMessage"] and endpoint.peers == {1}
 
 
 def test_a_client_without_any_key_is_refused():
@@ -352,7 +352,7 @@ def test_a_frame_larger_than_any_expected_ends_its_connection_alone():
         events = poll_until(lambda happened: is_lost(happened[endpoint]), endpoint)[endpoint]
         assert kinds_of(events) == ["Lost"] and len(endpoint.peers) == 1
         member.send(next(iter(member.peers)), Header(kind=1))
-        assert kinds_of(poll_until(lambda happened: happened[endpoint], endpoint)[endpoint])[0] in {"Message", "Joined"}
+        assert kinds_of(poll_until(lambda happened: happened[endpoint], endpoint)[endpoint])[0] in {"ReceivedMessage", "Joined"}
 
 
 # --- Addresses
@@ -393,7 +393,7 @@ def test_addresses_that_cannot_be_are_said():
     with pytest.raises(EndpointError, match="Write HOST:PORT"):
         worker("127.0.0.1:port")
     with pytest.raises(EndpointError, match="queue_messages=0"):
-        Patience(queue_messages=0)
+        SocketLimits(queue_messages=0)
 
 
 # --- Coming and going
@@ -436,7 +436,7 @@ def test_whoever_comes_and_goes_is_told_once_and_in_order(seed: int):
             kinds = kinds_of(events)
             assert kinds[0] == "Joined" and kinds.count("Joined") == 1, kinds
             assert kinds.count("Lost") == (peer not in endpoint.peers) and "Lost" not in kinds[:-1], kinds
-        heard = [event.header.sequence for events in there.values() for event in events if isinstance(event, Message)]
+        heard = [event.header.sequence for events in there.values() for event in events if isinstance(event, ReceivedMessage)]
         assert len(heard) == len(set(heard)) <= sent
         for each in present:
             each.close()

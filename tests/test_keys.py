@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.asynchronous.messaging.keys import ServerKey, WorkerKey, make_keys, read_server_key, read_worker_key, write_key
+from meshloom.comm.messaging.keys import ServerKey, WorkerKey, make_keys, read_server_key, read_worker_key, write_key
 from meshloom.core.errors import EndpointError
 
 

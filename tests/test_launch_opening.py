@@ -10,7 +10,7 @@ from machine import machine
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DeviceError, PlanError
-from meshloom.core.mesh import Mesh, Place
+from meshloom.core.mesh import Mesh, MeshCoordinates
 from meshloom.launch.environment import is_rank
 from meshloom.launch.opening import open_world
 
@@ -53,7 +53,7 @@ def test_simulated_ranks_share_a_process(monkeypatch: pytest.MonkeyPatch):
     with open_world(Mesh(dp=3), "simulated") as world:
         assert (world.kind, world.main) == ("simulated", True)
         assert world.why == f"simulated: 3 ranks in this process on {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} (asked for)"
-        assert [(seat.rank, seat.place, seat.device) for seat in world.local] == [(rank, Place(dp=rank), CPU) for rank in range(3)]
+        assert [(seat.rank, seat.place, seat.device) for seat in world.local] == [(rank, MeshCoordinates(dp=rank), CPU) for rank in range(3)]
         assert run_in_steps([collect(seat.world, seat.rank) for seat in world.local]) == [[0, 1, 2]] * 3
         assert run_in_steps([collect(seat.statistics, seat.rank) for seat in world.local]) == [[0, 1, 2]] * 3
         assert world.local[0].statistics.counts["all_gather"].calls == 2 and not world.local[0].groups["dp"].counts

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshloom.core.errors import PlanError
-from meshloom.core.mesh import AXES, Axis, Mesh, Place
+from meshloom.core.mesh import AXES, Axis, Mesh, MeshCoordinates
 
 meshes = st.builds(Mesh, dp=st.integers(1, 5), pp=st.integers(1, 4), tp=st.integers(1, 4))
 axes = st.sampled_from(AXES)
@@ -44,7 +44,12 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_farthest_apart():
 
 
 def test_a_place_prints_its_replica_and_what_is_not_zero():
-    assert [str(place) for place in (Place(), Place(dp=3), Place(pp=2), Place(dp=1, pp=2, tp=3))] == ["dp=0", "dp=3", "dp=0,pp=2", "dp=1,pp=2,tp=3"]
+    assert [str(place) for place in (MeshCoordinates(), MeshCoordinates(dp=3), MeshCoordinates(pp=2), MeshCoordinates(dp=1, pp=2, tp=3))] == [
+        "dp=0",
+        "dp=3",
+        "dp=0,pp=2",
+        "dp=1,pp=2,tp=3",
+    ]
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, True, "2", None])
@@ -59,7 +64,7 @@ def test_a_rank_outside_the_mesh_is_named(rank: int):
         Mesh(dp=4).place(rank)
 
 
-@pytest.mark.parametrize("place", [Place(dp=2), Place(dp=-1)])
-def test_a_place_outside_the_mesh_is_named(place: Place):
+@pytest.mark.parametrize("place", [MeshCoordinates(dp=2), MeshCoordinates(dp=-1)])
+def test_a_place_outside_the_mesh_is_named(place: MeshCoordinates):
     with pytest.raises(PlanError, match=rf"^There is no place dp={place.dp} on a mesh with dp=2\.$"):
         Mesh(dp=2).rank(place)

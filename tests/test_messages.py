@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.core.plan import SCHEDULES
-from meshloom.pipeline.runtime.point_to_point import Edge, Message, Step, steps_of
+from meshloom.pipeline.runtime.point_to_point import Edge, StageMessage, Step, steps_of
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Schedule
 
-Posted = list[tuple[Message, bool]]
+Posted = list[tuple[StageMessage, bool]]
 
 
 @given(name=st.sampled_from(list(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 9), ahead=st.integers(0, 3), data=st.data())
@@ -62,11 +62,11 @@ def most_open(schedule: Schedule, rank: int, steps: tuple[Step, ...]) -> int:
 def hand_over(schedule: Schedule, steps: tuple[tuple[Step, ...], ...]) -> list[int]:
     """How many steps every rank gets through. A pair's oldest operations of both sides are done together; an action waits for what it needs."""
     open_: dict[tuple[int, int], Posted] = {}  # (rank, peer) -> started and not done
-    done: set[Message] = set()
+    done: set[StageMessage] = set()
     at = [0] * schedule.num_ranks
     waiting = [False] * schedule.num_ranks
 
-    def post(rank: int, message: Message, is_send: bool) -> None:
+    def post(rank: int, message: StageMessage, is_send: bool) -> None:
         peer = _peer(schedule, message, is_send)
         mine, theirs = open_.setdefault((rank, peer), []), open_.setdefault((peer, rank), [])
         mine.append((message, is_send))
@@ -96,5 +96,5 @@ def hand_over(schedule: Schedule, steps: tuple[tuple[Step, ...], ...]) -> list[i
     return at
 
 
-def _peer(schedule: Schedule, message: Message, is_send: bool) -> int:
+def _peer(schedule: Schedule, message: StageMessage, is_send: bool) -> int:
     return schedule.ranks[message.destination if is_send else message.source]

@@ -17,13 +17,13 @@ import torch
 from peers import WAIT_SECONDS, is_lost, kinds_of, meet, poll_until, receive, server, worker
 from processes import CONTEXT
 
-from meshloom.asynchronous.messaging.sockets import Joined, Message, Patience
-from meshloom.asynchronous.messaging.wire_format import Header, Limits
+from meshloom.comm.messaging.sockets import Joined, ReceivedMessage, SocketLimits
+from meshloom.comm.messaging.wire_format import FrameLimits, Header
 from meshloom.core.errors import MessageError, PeerLostError
 
 pytestmark = pytest.mark.processes
 MEGABYTES = 100
-LARGE = Limits(kinds=frozenset({1, 2}), num_tensors=25, tensor_bytes=MEGABYTES * 10**6)
+LARGE = FrameLimits(kinds=frozenset({1, 2}), num_tensors=25, tensor_bytes=MEGABYTES * 10**6)
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def heard(pipe: Connection) -> Any:
 # --- What the processes do
 
 
-def stay(pipe: Connection, address: str, patience: Patience | None = None) -> None:
+def stay(pipe: Connection, address: str, patience: SocketLimits | None = None) -> None:
     """A worker that polls for ever."""
     with worker(address, patience=patience) as connections:
         while True:
@@ -64,7 +64,7 @@ def listen(pipe: Connection, address: str, silent_after: int) -> None:
         count = 0
         while True:
             for event in endpoint.poll(0.1):
-                if isinstance(event, Message):
+                if isinstance(event, ReceivedMessage):
                     count += 1
                     pipe.send((event.header.worker, event.header.sequence))
             if count >= silent_after:
@@ -139,7 +139,7 @@ def test_a_killed_worker_is_noticed_and_its_place_can_be_taken():
 @pytest.mark.slow
 def test_peers_are_lost_within_the_stated_time():
     """A killed one at once; one that is stopped, as one whose machine is unplugged, by heartbeats. Either side notices, and they meet again."""
-    patience = Patience(lost_after_seconds=3.0)
+    patience = SocketLimits(lost_after_seconds=3.0)
     for number, deadline_seconds in [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.0 + 1.0)]:  # a second for a busy machine
         with server(patience=patience) as endpoint, worker(endpoint.address, patience=patience) as other:
             meet(endpoint, other)

@@ -19,7 +19,7 @@ from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Action
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.telemetry.timeline import Row, Timeline, idle_of
+from meshloom.telemetry.timeline import Timeline, TimelineRow, idle_of
 from tests.stub_stages import record_step, stub_run
 
 CPU = torch.device("cpu")
@@ -150,6 +150,6 @@ def _twice(schedule, group, run):  # type: ignore[no-untyped-def]
 
 
 def test_rows_have_names():
-    from meshloom.core.mesh import Place
+    from meshloom.core.mesh import MeshCoordinates
 
-    assert Row(rank=3, place=Place(dp=1, pp=1), spans=()).name == "rank 3 (dp=1,pp=1)"
+    assert TimelineRow(rank=3, place=MeshCoordinates(dp=1, pp=1), spans=()).name == "rank 3 (dp=1,pp=1)"

@@ -14,14 +14,14 @@ from elastic_world import World
 from peers import WAIT_SECONDS
 
 from meshloom.asynchronous.messaging.codec import decode, encode
-from meshloom.asynchronous.messaging.connections import Connections
 from meshloom.asynchronous.messaging.handshake import Ask, Hello, Terms
 from meshloom.asynchronous.messaging.outbox import Outbox
-from meshloom.asynchronous.messaging.sockets import Joined, Message
-from meshloom.asynchronous.messaging.wire_format import Header, Limits
 from meshloom.asynchronous.protocol.messages import Join
 from meshloom.asynchronous.roles.server_process import MOST_FOR_WORKERS
 from meshloom.asynchronous.roles.worker_process import ask
+from meshloom.comm.messaging.connections import Connections
+from meshloom.comm.messaging.sockets import Joined, ReceivedMessage
+from meshloom.comm.messaging.wire_format import FrameLimits, Header
 from meshloom.core.errors import JobError, MessageError
 from meshloom.core.job import Job
 from meshloom.telemetry.progress import QUIET
@@ -115,14 +115,14 @@ def test_another_job_is_refused_by_both_sides(tmp_path: Path) -> None:
 
 def _say(world: World, header: Header, tensors: list[torch.Tensor]) -> bool:
     """Send it as a member of the run, and wait until it was looked at: the next message of this connection is answered."""
-    limits = Limits(kinds=frozenset(range(100)), num_tensors=70, tensor_bytes=4 << 20)
+    limits = FrameLimits(kinds=frozenset(range(100)), num_tensors=70, tensor_bytes=4 << 20)
     with Connections([world.addresses[0]], world.worker_key, limits) as connections:
         [joined] = connections.poll(WAIT_SECONDS)
         assert isinstance(joined, Joined)
         connections.send(joined.peer, header, tensors)
         connections.send(joined.peer, *encode(Ask()))
         [answer] = connections.poll(WAIT_SECONDS)
-        return isinstance(answer, Message) and isinstance(decode(answer.header, answer.tensors), Terms)
+        return isinstance(answer, ReceivedMessage) and isinstance(decode(answer.header, answer.tensors), Terms)
 
 
 def _disturbed(world: World, texts: int, messages: int) -> None:
@@ -133,7 +133,7 @@ def _disturbed(world: World, texts: int, messages: int) -> None:
             world.addresses[number % len(world.addresses)],
             (b"\xff" + bytes(8) + b"\x7f" if number % 2 else b"") + chooser.randbytes(chooser.randrange(1, 200)),
         )
-    limits = Limits(kinds=frozenset(range(1 << 16)), num_tensors=70, tensor_bytes=4 << 20)
+    limits = FrameLimits(kinds=frozenset(range(1 << 16)), num_tensors=70, tensor_bytes=4 << 20)
     with Connections([world.addresses[0]], world.worker_key, limits) as connections:
         [joined] = connections.poll(WAIT_SECONDS)
         assert isinstance(joined, Joined)

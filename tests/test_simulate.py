@@ -12,7 +12,7 @@ from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.intervals import StageCost
 from meshloom.pipeline.stages.simulate import simulate, step_seconds
-from meshloom.pipeline.stages.stage_traffic import Traffic, traffic_of_ranks, traffic_of_stages
+from meshloom.pipeline.stages.stage_traffic import StageTraffic, traffic_of_ranks, traffic_of_stages
 from meshloom.pipeline.stages.stages import Crossing
 from meshloom.program.ir.nodes import Meta
 
@@ -101,7 +101,7 @@ def test_traffic_is_the_formula():
     stages = traffic_of_stages(crossings)
     assert sum(each.num_bytes for each in stages) == 4 * 2 * sum(each * sum(batch) for each in s) + 8 * sum(batch)
     assert traffic_of_ranks(crossings, (0, 1, 0)) == (
-        Traffic(source=0, destination=1, forward_bytes=4 * 5 * 5 + 8 * 5, backward_bytes=4 * 5 * 5),
-        Traffic(source=1, destination=0, forward_bytes=4 * 7 * 5, backward_bytes=4 * 7 * 5),
+        StageTraffic(source=0, destination=1, forward_bytes=4 * 5 * 5 + 8 * 5, backward_bytes=4 * 5 * 5),
+        StageTraffic(source=1, destination=0, forward_bytes=4 * 7 * 5, backward_bytes=4 * 7 * 5),
     )
     assert traffic_of_ranks(crossings, (0, 0, 0)) == ()

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshloom.asynchronous.protocol.messages import Kind
+from meshloom.asynchronous.protocol.messages import SnapshotKind
 from meshloom.asynchronous.state.parameters import Content, Parameters
-from meshloom.asynchronous.state.snapshots import Numbers, SnapshotFiles, read_snapshot, snapshot_name
+from meshloom.asynchronous.state.snapshots import MappedNumbers, SnapshotFiles, read_snapshot, snapshot_name
 from tests.jobs import make_job
 
-FIRST = Kind(incarnation=0, state={"ledger": {"next_share": 0, "free": []}, "ages": {}})
+FIRST = SnapshotKind(incarnation=0, state={"ledger": {"next_share": 0, "free": []}, "ages": {}})
 
 
 def parameters(content: Content | None, servers: int = 2) -> list[Parameters]:
@@ -34,9 +34,9 @@ def updated() -> Parameters:
 def test_what_was_kept_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     here = updated()
     files = SnapshotFiles(tmp_path, (0, FIRST, None))
-    files[3] = Kind(incarnation=7, state={"ages": {"1": 2}}), here.snapshot()
+    files[3] = SnapshotKind(incarnation=7, state={"ages": {"1": 2}}), here.snapshot()
     kind, content = SnapshotFiles(tmp_path, (0, FIRST, None))[3]
-    assert kind == Kind(incarnation=7, state={"ages": {"1": 2}})
+    assert kind == SnapshotKind(incarnation=7, state={"ages": {"1": 2}})
     again = parameters(content)[0]
     for each in (here, again):
         each.apply([torch.full_like(value, -0.3) for value in each.values()[0]], None, loss=1.0, norm=2.0, rate=0.5)
@@ -50,10 +50,10 @@ def test_snapshots_come_are_replaced_and_go(tmp_path: Path) -> None:
     content = updated().snapshot()
     files = SnapshotFiles(tmp_path, (0, FIRST, None))
     assert list(files) == [0] and files[0] == (FIRST, None)
-    files[10] = Kind(incarnation=1, state=None), content
+    files[10] = SnapshotKind(incarnation=1, state=None), content
     os.link(files.path(10), tmp_path / "second name")
-    files[10] = Kind(incarnation=2, state=None), content
-    files[20] = Kind(incarnation=2, state=None), content
+    files[10] = SnapshotKind(incarnation=2, state=None), content
+    files[20] = SnapshotKind(incarnation=2, state=None), content
     assert {version: kind.incarnation for version, (kind, _) in SnapshotFiles(tmp_path, (0, FIRST, None)).items()} == {0: 0, 10: 2, 20: 2}
     assert read_snapshot(tmp_path / "second name")[0].incarnation == 1
     del files[0]
@@ -66,7 +66,7 @@ def test_snapshots_come_are_replaced_and_go(tmp_path: Path) -> None:
 
 def test_what_a_kill_left_half_written_does_not_count(tmp_path: Path) -> None:
     files = SnapshotFiles(tmp_path, (0, FIRST, None))
-    files[10] = Kind(incarnation=1, state=None), updated().snapshot()
+    files[10] = SnapshotKind(incarnation=1, state=None), updated().snapshot()
     (tmp_path / ".20").write_bytes(files.path(10).read_bytes()[:100])
     assert list(SnapshotFiles(tmp_path, (0, FIRST, None))) == [0, 10]
     assert not (tmp_path / ".20").exists()
@@ -76,13 +76,13 @@ def test_numbers_stay_when_a_process_dies(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        numbers = Numbers(tmp_path / "numbers")
+        numbers = MappedNumbers(tmp_path / "numbers")
         numbers.newest, numbers.next_worker = 41, 7
         os.write(writer, b"x")
         os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
     os.close(reader)
     os.close(writer)
-    numbers = Numbers(tmp_path / "numbers")
+    numbers = MappedNumbers(tmp_path / "numbers")
     assert (numbers.newest, numbers.next_worker) == (41, 7)
     numbers.close()

@@ -16,7 +16,7 @@ from meshloom.cli.main import main
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import ReportError
-from meshloom.core.mesh import Mesh, Place
+from meshloom.core.mesh import Mesh, MeshCoordinates
 from meshloom.core.plan import SCHEDULES
 from meshloom.pipeline.runtime.gather_timeline import gather_timeline
 from meshloom.pipeline.schedules.builders import make_schedule
@@ -24,7 +24,7 @@ from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.spans import Span
 from meshloom.pipeline.schedules.timing import Durations
 from meshloom.report.picture import save_picture
-from meshloom.telemetry.timeline import Row, Timeline, idle_of, on_paper
+from meshloom.telemetry.timeline import Timeline, TimelineRow, idle_of, on_paper
 from meshloom.telemetry.timeline_files import FILE, Recording, read_recording, write_recording
 from tests.covering import few
 
@@ -56,13 +56,15 @@ def span(text: str, start: float, stop: float) -> Span:
     return Span(kind=action.kind, stage=action.stage, microbatch=action.microbatch, start=start, stop=stop)
 
 
-def by_hand(dp: int = 0) -> tuple[Row, Row]:
+def by_hand(dp: int = 0) -> tuple[TimelineRow, TimelineRow]:
     """Two ranks, two microbatches: 20 s from the first forward's start (2) to the last backward's end (22)."""
-    first = Row(rank=dp, place=Place(dp=dp), spans=(
+    first = TimelineRow(rank=dp, place=MeshCoordinates(dp=dp), spans=(
         Span(kind="wait", start=0.0, stop=2.0), span("0F0", 2, 4), span("0F1", 4, 6), span("0B0", 11, 15), Span(kind="recompute", start=12.0, stop=13.0),
         span("0B1", 18, 22), Span(kind="exchange", start=22.0, stop=30.0), Span(kind="update", start=30.0, stop=31.0),
     ))  # fmt: skip
-    second = Row(rank=2 + dp, place=Place(dp=dp, pp=1), spans=(span("1F0", 5, 7), span("1B0", 7, 10), span("1F1", 11, 13), span("1B1", 13, 17)))
+    second = TimelineRow(
+        rank=2 + dp, place=MeshCoordinates(dp=dp, pp=1), spans=(span("1F0", 5, 7), span("1B0", 7, 10), span("1F1", 11, 13), span("1B1", 13, 17))
+    )
     return first, second
 
 
@@ -96,7 +98,7 @@ def test_a_timeline_is_of_its_schedule():
     for wrong, sentence in (
         ((rows[0], shorter), r"Action 3 of rank 2 \(dp=0,pp=1\) is nothing, and schedule 1f1b has 1B1 there."),
         ((rows[0], swapped), r"Action 1 of rank 2 \(dp=0,pp=1\) is 1F1, and schedule 1f1b has 1B0 there."),
-        ((replace(rows[0], place=Place(pp=2)),), "has no part in schedule 1f1b over 2 ranks"),
+        ((replace(rows[0], place=MeshCoordinates(pp=2)),), "has no part in schedule 1f1b over 2 ranks"),
         ((), "has a row for every rank"),
     ):
         with pytest.raises(ReportError, match=sentence):

@@ -24,7 +24,7 @@ from meshloom.pipeline.schedules.timing import run_on_paper
 from meshloom.report.chrome_trace import chrome_trace
 from meshloom.report.drawing import print_timeline
 from meshloom.report.picture import draw, save_picture
-from meshloom.telemetry.timeline import Row, Timeline, on_paper
+from meshloom.telemetry.timeline import Timeline, TimelineRow, on_paper
 
 TAKES = {"F": 1.0e-3, "B": 2.1e-3, "I": 1.0e-3, "W": 0.9e-3}  # seconds
 
@@ -39,7 +39,7 @@ def example(name: str, p: int, m: int, v: int | None = None) -> Timeline:
 def grid() -> Timeline:
     """dp=2,pp=2,tp=2 with all that is recorded around the actions, and recomputation within backwards."""
     mesh, paper = Mesh(dp=2, pp=2, tp=2), example("1f1b", 2, 4)
-    rows: list[Row] = []
+    rows: list[TimelineRow] = []
     for rank in range(mesh.size):
         place = mesh.place(rank)
         late = 2e-4 * place.dp
@@ -51,7 +51,7 @@ def grid() -> Timeline:
         end = spans[-1].stop
         after = [Span(kind="exchange", start=end, stop=0.025), Span(kind="update", start=0.025, stop=0.026)]
         spans = [wait, *sorted([*spans, *again], key=lambda each: (each.start, -each.stop)), *after]
-        rows.append(Row(rank=rank, place=place, spans=tuple(spans)))
+        rows.append(TimelineRow(rank=rank, place=place, spans=tuple(spans)))
     return Timeline(step=3, schedule=paper.schedule, rows=tuple(rows), clock_error_seconds=35e-6)
 
 

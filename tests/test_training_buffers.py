@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshloom.asynchronous.state.worker_model import WorkerReplica
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
-from meshloom.replica import chunk_writes, recurrence
+from meshloom.replica.buffers import chunk_writes, recurrence
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.buffer_jobs import CASES, Annealed, Sliced, Trained, by_the_rule, job_of

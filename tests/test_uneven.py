@@ -20,7 +20,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, sample_order, seed_everything
 from meshloom.data.map_data import MapReader
-from meshloom.replica.loss_sums import Tally
+from meshloom.replica.loss_sums import LossSums
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
@@ -194,13 +194,13 @@ def test_every_step_of_a_measured_plan_is_verified_with_other_shares() -> None:
 
 def mean_of_replicas_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every replica's mean counts the same, which is right only for even shares: what averaging gradients would do."""
-    add = Tally.add
+    add = LossSums.add
 
-    def wrong(self: Tally, returned: Any, chunk: Any) -> Any:
+    def wrong(self: LossSums, returned: Any, chunk: Any) -> Any:
         root, loss, weight = add(self, returned, chunk)
         return root * (chunk.batch / 2 / chunk.samples), loss, weight
 
-    monkeypatch.setattr(Tally, "add", wrong)
+    monkeypatch.setattr(LossSums, "add", wrong)
 
 
 def shares_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

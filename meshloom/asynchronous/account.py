@@ -17,7 +17,7 @@ from meshloom.telemetry.summary import Summary, TimeShares, Traffic
 AGES_SHOWN = 100  # newest updates over which the age that is shown is averaged
 
 
-class Account:
+class RunAccount:
     """steps: updates of the whole run. `num_updates`: made here, those that were lost later included. `lost`: updates."""
 
     def __init__(self, job: Job, plan: Plan, steps: int) -> None:

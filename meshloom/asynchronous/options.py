@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances, parse_incidents
-from meshloom.asynchronous.state.settings import DEFAULT_LISTEN, DEFAULT_SNAPSHOT_EVERY, Settings
+from meshloom.asynchronous.state.settings import DEFAULT_LISTEN, DEFAULT_SNAPSHOT_EVERY, AsynchronousSettings
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -71,9 +71,9 @@ def circumstances_of(arguments: argparse.Namespace) -> Circumstances | None:
     )
 
 
-def settings_of(arguments: argparse.Namespace, job: Job) -> Settings:
+def settings_of(arguments: argparse.Namespace, job: Job) -> AsynchronousSettings:
     """For a run on processes."""
-    return Settings(
+    return AsynchronousSettings(
         steps=arguments.steps if arguments.steps is not None else job.steps,
         out=Path(arguments.out) if arguments.out is not None else None,
         resume=Path(arguments.resume) if arguments.resume is not None else None,

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from meshloom.asynchronous.account import Account
+from meshloom.asynchronous.account import RunAccount
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.asynchronous.protocol.head import Update
 from meshloom.asynchronous.state.checkpoints import Start
 from meshloom.asynchronous.state.evaluation_thread import Look
-from meshloom.asynchronous.state.push_shares import Shares
-from meshloom.asynchronous.state.settings import Settings, inner_plan
+from meshloom.asynchronous.state.push_shares import PushShares
+from meshloom.asynchronous.state.settings import AsynchronousSettings, inner_plan
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
 from meshloom.asynchronous.state.snapshots import due_path
 from meshloom.asynchronous.state.worker_model import WorkerReplica
@@ -36,7 +36,7 @@ from meshloom.core.errors import CheckpointError, PlanError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.failure import EndedError
-from meshloom.launch.processes.elastic import ElasticProcesses, Program
+from meshloom.launch.processes.elastic import ElasticProcesses, RoleCommand
 from meshloom.launch.processes.signals import noted_signals
 from meshloom.telemetry.progress import Listener
 from meshloom.telemetry.summary import Summary, TimeShares
@@ -52,12 +52,12 @@ class ProcessRun:
     `next_step` is the number of updates that are made, `model` what was looked at last.
     """
 
-    def __init__(self, job: Job, plan: Plan, settings: Settings, listener: Listener, target: str, words: tuple[str, ...] = ()) -> None:
+    def __init__(self, job: Job, plan: Plan, settings: AsynchronousSettings, listener: Listener, target: str, words: tuple[str, ...] = ()) -> None:
         if settings.circumstances != Circumstances():
             raise PlanError("Speeds, latencies and incidents are of a virtual clock. Use --devices simulated, or leave them out.")
         plan.check_batch(job.batch_size)
         self._job, self._plan, self._settings, self._listener, self._target, self._words = job, plan, settings, listener, target, words
-        shares = Shares(job, plan)
+        shares = PushShares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
         self._inspection = Inspection(job, plan, settings, replica)
         self._inspection.try_out()
@@ -66,7 +66,7 @@ class ProcessRun:
             listener.note(start.note)
         self.next_step = start.version
         self._inspection.load([start.snapshot(replica, number)[1] for number in range(plan.servers)])
-        self._account = Account(job, plan, settings.steps)
+        self._account = RunAccount(job, plan, settings.steps)
         self._ages: Counter[int] = Counter()
         self._counts: dict[tuple[str, int], dict[str, int]] = {}  # of each start of a server
         self._starts: Counter[str] = Counter()
@@ -90,7 +90,7 @@ class ProcessRun:
         """Train to the last update. Raises `EndedError` when a process fails or a signal comes, `TrainingError` when no worker is left."""
         with noted_signals() as signals, _run_directory(self._settings.out) as directory:
             plan = self._plan
-            program = Program(
+            program = RoleCommand(
                 module="meshloom.asynchronous", target=self._target, words=self._words, plan=str(plan), settings=self._settings.to_json()
             )
             with ElasticProcesses(

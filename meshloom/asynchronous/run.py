@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from meshloom.asynchronous.account import Account
+from meshloom.asynchronous.account import RunAccount
 from meshloom.asynchronous.protocol.head import Expelled, Head, Restored, Snapshot, Update
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.protocol.virtual import Parts, VirtualCluster
@@ -21,8 +21,8 @@ from meshloom.asynchronous.protocol.worker import Computed, Task
 from meshloom.asynchronous.roles.worker_team import TeamReplica
 from meshloom.asynchronous.state.checkpoints import Start
 from meshloom.asynchronous.state.parameters import Content, Parameters
-from meshloom.asynchronous.state.push_shares import Shares
-from meshloom.asynchronous.state.settings import Settings, inner_plan
+from meshloom.asynchronous.state.push_shares import PushShares
+from meshloom.asynchronous.state.settings import AsynchronousSettings, inner_plan
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
 from meshloom.asynchronous.state.worker_model import WorkerReplica
 from meshloom.core.errors import DeviceError, JobError, PlanError
@@ -38,14 +38,14 @@ from meshloom.telemetry.summary import Summary, TimeShares
 class AsynchronousRun:
     """A job under a plan with exchange=async. `next_step` is the number of updates that are made, `model` what was last looked at."""
 
-    def __init__(self, job: Job, plan: Plan, world: World, settings: Settings, listener: Listener) -> None:
+    def __init__(self, job: Job, plan: Plan, world: World, settings: AsynchronousSettings, listener: Listener) -> None:
         if world.mesh.size != len(world.local):
             raise DeviceError(
                 "exchange=async starts its own processes, or simulates them in one. Use meshloom train without torchrun, or --devices simulated."
             )
         self._job, self._plan, self._world, self._settings, self._listener = job, plan, world, settings, listener
         self._device = world.local[0].device
-        self._shares = Shares(job, plan)
+        self._shares = PushShares(job, plan)
         self._replica = self._build_replica()
         self._inspection = Inspection(job, plan, settings, self._replica)
         self._inspection.try_out()
@@ -59,7 +59,7 @@ class AsynchronousRun:
         self._newest = start.version, start.state  # snapshot that all servers have
         self._held: dict[int, Parameters] = {}
         self._cluster = self._build_cluster()
-        self._account = Account(job, plan, settings.steps)
+        self._account = RunAccount(job, plan, settings.steps)
         listener.started(f"plan {plan} on {world.why}, on a virtual clock")
 
     def _build_replica(self) -> WorkerReplica | TeamReplica:

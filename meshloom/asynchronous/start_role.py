@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from meshloom.asynchronous.messaging.handshake import Description
-from meshloom.asynchronous.messaging.keys import read_worker_key
+from meshloom.asynchronous.messaging.handshake import RunDescription
 from meshloom.asynchronous.roles.server_process import ServerProcess
 from meshloom.asynchronous.roles.worker_process import WorkerProcess, ask
-from meshloom.asynchronous.state.settings import Settings, inner_plan
+from meshloom.asynchronous.state.settings import AsynchronousSettings, inner_plan
 from meshloom.asynchronous.state.worker_model import Computing, WorkerReplica
+from meshloom.comm.messaging.keys import read_worker_key
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.jobfile import as_program, load_job
@@ -34,7 +34,7 @@ def play(role: Role) -> None:
         job, plan = load_job(role.target), Plan.parse(role.plan)
         assert job is not None, "the launcher has loaded it"
         if role.kind == "server":
-            ServerProcess(role, job, plan, Settings.from_json(role.settings), signals, tell).run()
+            ServerProcess(role, job, plan, AsynchronousSettings.from_json(role.settings), signals, tell).run()
         elif role.rank is None:
             _work(role, job, None, signals)
         else:
@@ -96,11 +96,11 @@ def _be_rank(role: Role, job: Job, plan: Plan, signals: list[int]) -> None:
         replica.close()
 
 
-def _worker(role: Role, job: Job, plan: Plan, description: Description, signals: list[int], replica: Computing) -> WorkerProcess:
+def _worker(role: Role, job: Job, plan: Plan, description: RunDescription, signals: list[int], replica: Computing) -> WorkerProcess:
     key = read_worker_key(Path(role.key))
     return WorkerProcess(job, plan, description, role.addresses[0], key, role.timeout_seconds, signals, tell, replica)
 
 
-def _ask(role: Role, signals: list[int]) -> Description | None:
+def _ask(role: Role, signals: list[int]) -> RunDescription | None:
     """What the run is; None if a signal came first."""
     return ask(role.addresses[0], read_worker_key(Path(role.key)), role.timeout_seconds, signals)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import META, MODEL, piece_name
-from meshloom.checkpoint.tensor_file import DTYPES, Entry, tensor_bytes
+from meshloom.checkpoint.tensor_file import DTYPES, TensorEntry, tensor_bytes
 from meshloom.checkpoint.tensor_reading import NAMED_DTYPES, TensorReader, empty_bytes
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, on_first, share
@@ -62,7 +62,7 @@ def hand_over(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group
     told: list[Any] = yield from share(group, files.table(keys) if files else None)
     problem: Exception | None = None
     for kind, name, shape, dtype in told:
-        entry = Entry(name, tuple(shape), NAMED_DTYPES[dtype])
+        entry = TensorEntry(name, tuple(shape), NAMED_DTYPES[dtype])
         take = loader.weight if kind == "weight" else loader.state
         read = partial(files.read, kind, entry) if files else None
         problem = (yield from _bring(entry, read, take, group, pass_over=problem is not None)) or problem
@@ -73,7 +73,7 @@ def hand_over(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group
 
 
 def _bring(
-    entry: Entry, read: Callable[[Tensor], None] | None, take: Callable[[str, Tensor], None], group: Group, *, pass_over: bool
+    entry: TensorEntry, read: Callable[[Tensor], None] | None, take: Callable[[str, Tensor], None], group: Group, *, pass_over: bool
 ) -> Steps[Exception | None]:
     """Bring one tensor to this rank's `take`; what went wrong. read: fills its bytes, on rank 0. pass_over: only let it go by, with the others."""
     flat = empty_bytes(entry)
@@ -109,7 +109,7 @@ class _Files:
                 self._absent = self._absent or key
         return table
 
-    def read(self, kind: str, entry: Entry, flat: Tensor) -> None:
+    def read(self, kind: str, entry: TensorEntry, flat: Tensor) -> None:
         """Fill `flat` with the bytes of a tensor."""
         into = tensor_bytes(flat)
         if kind == "weight":
@@ -121,7 +121,7 @@ class _Files:
                 break
             name = piece_name(entry.name, start, stop)
             found = self._entries(file).get(name)
-            if found is None or found != Entry(name, (stop - start,), entry.dtype):
+            if found is None or found != TensorEntry(name, (stop - start,), entry.dtype):
                 raise CheckpointError(f"{self._checkpoint.path / file} does not hold {name} as {entry.dtype}.")
             if start == position:
                 self._readers[file].read(name, into[start * size : stop * size])
@@ -146,7 +146,7 @@ class _Files:
                 return self._checkpoint.damaged(name)
         return f"{self._checkpoint.path} has no tensor {self._absent}, of which its {META} speaks." if self._absent else None
 
-    def _entries(self, file: str) -> Mapping[str, Entry]:
+    def _entries(self, file: str) -> Mapping[str, TensorEntry]:
         return self._readers[file].entries if file in self._readers else {}
 
 

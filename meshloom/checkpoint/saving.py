@@ -37,7 +37,7 @@ from meshloom.checkpoint.format import (
     step_name,
     sync_directory,
 )
-from meshloom.checkpoint.tensor_file import Entry, Stream, TensorFile, widest_first
+from meshloom.checkpoint.tensor_file import Stream, TensorEntry, TensorFile, widest_first
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
@@ -215,11 +215,11 @@ def _write(
 class _File:
     """A file of what is at hand and of what comes, in the order in which it comes, wider elements before narrower ones otherwise."""
 
-    def __init__(self, path: Path, at_hand: Mapping[str, Any], coming: Sequence[Entry]) -> None:
+    def __init__(self, path: Path, at_hand: Mapping[str, Any], coming: Sequence[TensorEntry]) -> None:
         self._coming = {each.name for each in coming}
         self._here = {name: tensor for name, tensor in at_hand.items() if name not in self._coming}
-        here = widest_first([Entry.of(name, tensor) for name, tensor in self._here.items()])
-        self._left: list[Entry] = []
+        here = widest_first([TensorEntry.of(name, tensor) for name, tensor in self._here.items()])
+        self._left: list[TensorEntry] = []
         for each in coming:
             while here and here[0].dtype.itemsize >= each.dtype.itemsize:
                 self._left.append(here.pop(0))

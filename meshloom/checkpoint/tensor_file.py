@@ -46,7 +46,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file, before it is there."""
 
     name: str
@@ -54,11 +54,11 @@ class Entry:
     dtype: torch.dtype
 
     @staticmethod
-    def of(name: str, tensor: Any) -> Entry:
+    def of(name: str, tensor: Any) -> TensorEntry:
         """Raises `CheckpointError` for what is no tensor."""
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{name} is of type {type(tensor).__name__}, and a checkpoint holds tensors only")
-        return Entry(name, tuple(tensor.shape), tensor.dtype)
+        return TensorEntry(name, tuple(tensor.shape), tensor.dtype)
 
     def on_meta(self) -> Tensor:
         """Its shape and dtype without elements."""
@@ -76,11 +76,11 @@ class Stream:
     entries: those that this rank is given, in this order. run: hands each to its argument, by name; every rank calls it.
     """
 
-    entries: Sequence[Entry]
+    entries: Sequence[TensorEntry]
     run: Callable[[Callable[[str, Tensor], None]], Steps[None]]
 
 
-def widest_first(entries: Iterable[Entry]) -> list[Entry]:
+def widest_first(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """Those of wider elements first, so that all are aligned."""
     return sorted(entries, key=lambda each: -each.dtype.itemsize)
 
@@ -88,7 +88,7 @@ def widest_first(entries: Iterable[Entry]) -> list[Entry]:
 class TensorFile:
     """A new file with these entries, in this order; `add` takes their tensors in the same order, and `close` says its size and checksum."""
 
-    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         header: dict[str, Any] = {}
         position = 0
         for each in entries:
@@ -106,7 +106,7 @@ class TensorFile:
     def add(self, name: str, tensor: Tensor) -> None:
         """The next entry's elements."""
         entry = self._left.pop()
-        assert entry == Entry.of(name, tensor), f"{name} {tuple(tensor.shape)} {tensor.dtype} comes where {entry} is expected"
+        assert entry == TensorEntry.of(name, tensor), f"{name} {tuple(tensor.shape)} {tensor.dtype} comes where {entry} is expected"
         self._write(tensor_bytes(tensor))
 
     def close(self) -> dict[str, int]:
@@ -130,7 +130,7 @@ class TensorFile:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Write a new file of tensors that are at hand; its size and checksum."""
-    file = TensorFile(path, entries := widest_first([Entry.of(name, tensor) for name, tensor in tensors.items()]))
+    file = TensorFile(path, entries := widest_first([TensorEntry.of(name, tensor) for name, tensor in tensors.items()]))
     try:
         for each in entries:
             file.add(each.name, tensors[each.name])

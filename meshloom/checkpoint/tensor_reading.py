@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshloom.checkpoint.checksums import joined
-from meshloom.checkpoint.tensor_file import DTYPES, Entry
+from meshloom.checkpoint.tensor_file import DTYPES, TensorEntry
 from meshloom.core.errors import CheckpointError
 
 _BLOCK = 2**20
@@ -32,7 +32,7 @@ class TensorReader:
         self._size = size
         self._blocks: dict[int, tuple[int, int]] = {}  # what was read: start -> stop, checksum
         self._starts: dict[str, int] = {}
-        self.entries: Mapping[str, Entry] = {}
+        self.entries: Mapping[str, TensorEntry] = {}
         try:
             self.entries = self._header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError):  # all that damaged text can lead to
@@ -56,7 +56,7 @@ class TensorReader:
             position = stop
         return checksum
 
-    def _header(self) -> dict[str, Entry]:
+    def _header(self) -> dict[str, TensorEntry]:
         length = bytearray(8)
         self._read(0, memoryview(length))
         size = int.from_bytes(length, "little")
@@ -65,11 +65,11 @@ class TensorReader:
         text = bytearray(size)
         self._read(8, memoryview(text))
         header: dict[str, Any] = json.loads(text)
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         for name, each in header.items():
             if name == "__metadata__":
                 continue
-            entries[name] = Entry(name, tuple(torch.Size(each["shape"])), NAMED_DTYPES[each["dtype"]])
+            entries[name] = TensorEntry(name, tuple(torch.Size(each["shape"])), NAMED_DTYPES[each["dtype"]])
             start, stop = (8 + size + offset for offset in each["data_offsets"])
             if stop - start != entries[name].num_bytes or not 8 + size <= start <= stop <= self._size:
                 raise ValueError("it does not lie in the file")
@@ -95,6 +95,6 @@ class TensorReader:
             raise CheckpointError(f"{self._path} cannot be read: {error.strerror or error}.") from error
 
 
-def empty_bytes(entry: Entry) -> torch.Tensor:
+def empty_bytes(entry: TensorEntry) -> torch.Tensor:
     """Room for a tensor: uint8 [its bytes], aligned for any dtype."""
     return torch.empty(entry.num_bytes, dtype=torch.uint8)

@@ -10,7 +10,7 @@ import torch
 from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.recording import RecordedGroup
-from meshloom.core.mesh import Axis, Place
+from meshloom.core.mesh import Axis, MeshCoordinates
 
 
 class Seat(Protocol):
@@ -19,7 +19,7 @@ class Seat(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def place(self) -> Place: ...
+    def place(self) -> MeshCoordinates: ...
     @property
     def device(self) -> torch.device: ...
     @property

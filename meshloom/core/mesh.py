@@ -22,10 +22,10 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MeshCoordinates:
     """A rank's coordinates on the mesh.
 
-    >>> print(Place(dp=3))
+    >>> print(MeshCoordinates(dp=3))
     dp=3
     """
 
@@ -42,7 +42,7 @@ class Mesh:
     """Sizes of the three axes.
 
     >>> mesh = Mesh(dp=2, pp=2, tp=2)
-    >>> mesh.size, mesh.place(6), mesh.rank(Place(dp=1, pp=1, tp=0))
+    >>> mesh.size, mesh.place(6), mesh.rank(MeshCoordinates(dp=1, pp=1, tp=0))
     (8, Place(dp=1, pp=1, tp=0), 6)
     >>> mesh.groups("dp")
     ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -63,14 +63,14 @@ class Mesh:
         """Number of ranks."""
         return self.dp * self.pp * self.tp
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshCoordinates:
         """Coordinates of `rank`."""
         self._check(rank)
         rest, tp = divmod(rank, self.tp)
         pp, dp = divmod(rest, self.dp)
-        return Place(dp=dp, pp=pp, tp=tp)
+        return MeshCoordinates(dp=dp, pp=pp, tp=tp)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: MeshCoordinates) -> int:
         """Rank at `place`, the inverse of `place(rank)`."""
         for axis in AXES:
             if not 0 <= getattr(place, axis) < getattr(self, axis):
@@ -81,7 +81,7 @@ class Mesh:
         """The ranks that differ from `rank` along `axis` only, itself included, in axis order."""
         here = self.place(rank)
         coordinates = {name: getattr(here, name) for name in AXES}
-        return tuple(self.rank(Place(**{**coordinates, axis: index})) for index in range(getattr(self, axis)))
+        return tuple(self.rank(MeshCoordinates(**{**coordinates, axis: index})) for index in range(getattr(self, axis)))
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups along `axis`, each once, in order of their first rank."""
@@ -94,7 +94,8 @@ class Mesh:
         ((0, 2), (1, 3))
         """
         return tuple(
-            tuple(self.rank(Place(dp=replica, pp=pp, tp=tp)) for pp in range(self.pp) for tp in range(self.tp)) for replica in range(self.dp)
+            tuple(self.rank(MeshCoordinates(dp=replica, pp=pp, tp=tp)) for pp in range(self.pp) for tp in range(self.tp))
+            for replica in range(self.dp)
         )
 
     def _check(self, rank: int) -> None:

@@ -27,7 +27,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkRange:
     """Chunk `index` is the samples `start` to `stop` of its batch."""
 
     index: int
@@ -39,7 +39,7 @@ class Cut:
         return self.stop - self.start
 
 
-def cut_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[Cut]:
+def cut_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[ChunkRange]:
     """All chunks of a batch of `num_samples`, in order: contiguous, larger ones first within a share. shares: as of `Plan.sizes`.
 
     >>> cut_batch(3, Plan(dp=2))
@@ -48,10 +48,10 @@ def cut_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[
     [Cut(index=0, start=0, stop=1), Cut(index=1, start=1, stop=5)]
     """
     sizes = plan.sizes(num_samples, shares)
-    return [Cut(index, stop - size, stop) for index, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))]
+    return [ChunkRange(index, stop - size, stop) for index, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))]
 
 
-def share_of(replica: int, cuts: list[Cut], plan: Plan) -> list[Cut]:
+def share_of(replica: int, cuts: list[ChunkRange], plan: Plan) -> list[ChunkRange]:
     """The chunks that `replica` runs, empty ones included."""
     return cuts[replica * plan.microbatches : (replica + 1) * plan.microbatches]
 

@@ -17,7 +17,7 @@ from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order, sample_seed
-from meshloom.data.chunks import Chunk, Cut, Reader, cut_batch, share_of
+from meshloom.data.chunks import Chunk, ChunkRange, Reader, cut_batch, share_of
 from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
 
@@ -129,7 +129,7 @@ class MapReader(Reader):
                 if cut.samples:
                     yield ReadRequest(step, cut.index, epoch, indices[cut.start : cut.stop])
 
-    def _cuts(self, step: int, num_samples: int) -> list[Cut]:
+    def _cuts(self, step: int, num_samples: int) -> list[ChunkRange]:
         return share_of(self._replica, cut_batch(num_samples, self._plan, self._shares.of(step)), self._plan)
 
 

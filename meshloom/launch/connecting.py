@@ -19,7 +19,7 @@ from meshloom.launch.names import rank_name
 from meshloom.launch.transport import Hosts, Transports
 
 
-class Connections:
+class RankGroups:
     """The groups of one rank, to be closed together.
 
     store: for this alone; ranks meet in it. secret: what they know and the store does not. device: where tensors of groups lie that have NCCL.

@@ -128,7 +128,7 @@ def allocator_is_set() -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class LaunchedRank:
     """What a process that was started as a rank has been told."""
 
     rank: int
@@ -140,22 +140,22 @@ class Seat:
     hosts_store: bool
 
 
-def current_seat() -> Seat | None:
+def current_seat() -> LaunchedRank | None:
     """This process's seat; None if it is no rank. Raises `DeviceError` if it was told only half."""
     return read_seat(os.environ)
 
 
-def read_seat(environment: Mapping[str, str]) -> Seat | None:
+def read_seat(environment: Mapping[str, str]) -> LaunchedRank | None:
     """This process's seat: from the user's own init_process_group, from torchrun or something like it, or from srun; None if it is no rank."""
     try:
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
             local_rank = int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", rank)))
             local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
-            return Seat(rank=rank, size=size, local_rank=local_rank, local_size=local_size, address="", port=0, hosts_store=False)
+            return LaunchedRank(rank=rank, size=size, local_rank=local_rank, local_size=local_size, address="", port=0, hosts_store=False)
         if "RANK" in environment and "WORLD_SIZE" in environment:
             rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-            return Seat(
+            return LaunchedRank(
                 rank=rank,
                 size=size,
                 local_rank=int(environment.get("LOCAL_RANK", 0)),
@@ -172,7 +172,7 @@ def read_seat(environment: Mapping[str, str]) -> Seat | None:
             job, step = int(environment.get("SLURM_JOB_ID", 0)), int(environment["SLURM_STEP_ID"])
             nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
             tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
-            return Seat(
+            return LaunchedRank(
                 rank=int(environment["SLURM_PROCID"]),
                 size=size,
                 local_rank=int(environment.get("SLURM_LOCALID", 0)),

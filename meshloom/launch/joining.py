@@ -25,10 +25,10 @@ from meshloom.comm.shm.shared_memory import why_not
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError, PeerLostError
 from meshloom.core.mesh import Mesh
-from meshloom.launch.connecting import Connections
+from meshloom.launch.connecting import RankGroups
 from meshloom.launch.devices import Kind
 from meshloom.launch.environment import (
-    Seat,
+    LaunchedRank,
     activity_descriptor,
     launched_devices,
     launched_secret,
@@ -45,7 +45,7 @@ from meshloom.machine.cores import cores
 FAREWELL_SECONDS = 5.0  # how long a rank that is done waits for the others before its connections close
 
 
-def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: str = "auto", algorithm: str = "") -> World:
+def join(mesh: Mesh, seat: LaunchedRank, devices: str, timeout: timedelta, transport: str = "auto", algorithm: str = "") -> World:
     """Meet the other ranks in the store, agree on devices and on what to talk through, connect.
 
     algorithm: of `open_world`.
@@ -76,7 +76,7 @@ def join(mesh: Mesh, seat: Seat, devices: str, timeout: timedelta, transport: st
         if ours:
             dist.init_process_group(both, store=dist.PrefixStore("world", store), rank=seat.rank, world_size=seat.size, timeout=timeout)
         transports = agreed_transports(signed, mesh, launched_transport(transport), why_not())
-        connections = Connections(mesh, seat.rank, dist.PrefixStore("groups", store), transports, device, timeout, activity, signed.key("groups"))
+        connections = RankGroups(mesh, seat.rank, dist.PrefixStore("groups", store), transports, device, timeout, activity, signed.key("groups"))
         connect = connections.connect
         world = connect([tuple(range(mesh.size))], "gloo")
         local = LocalRank(
@@ -122,7 +122,7 @@ def _open_activity() -> Activity:
     return Activity()
 
 
-def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, connections: Connections, ours: bool) -> Callable[[bool], None]:
+def _parting(mesh: Mesh, local: LocalRank, store: dist.Store, connections: RankGroups, ours: bool) -> Callable[[bool], None]:
     """What ends a rank's world, and until then reports what the user's script does not catch."""
     previous = sys.excepthook
 
@@ -159,13 +159,13 @@ def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
     return True
 
 
-def _meeting_place(seat: Seat, timeout: timedelta) -> dist.Store:
+def _meeting_place(seat: LaunchedRank, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(
         seat.address, seat.port, None, is_master=seat.hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=seat.hosts_store
     )
 
 
-def _agreed_device(seat: Seat, devices: str, store: SignedStore) -> tuple[Kind, torch.device, str]:
+def _agreed_device(seat: LaunchedRank, devices: str, store: SignedStore) -> tuple[Kind, torch.device, str]:
     """The same kind of device on all ranks: cuda if each has a GPU of its own."""
     wanted = launched_devices(devices)
     count = torch.cuda.device_count()

@@ -14,7 +14,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.steps import Turns
-from meshloom.core.mesh import Axis, Mesh, Place
+from meshloom.core.mesh import Axis, Mesh, MeshCoordinates
 from meshloom.launch.devices import Kind
 
 
@@ -30,7 +30,7 @@ class LocalRank:
     """
 
     rank: int
-    place: Place
+    place: MeshCoordinates
     device: torch.device
     groups: Mapping[Axis, RecordedGroup]
     statistics: RecordedGroup

@@ -18,10 +18,10 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
-from meshloom.optimizer.state import Held, place_state
+from meshloom.optimizer.state import OwnedSlice, place_state
 
 
-def average_state(optimizer: Optimizer, held: Sequence[Held], group: Group, talk: Group) -> Steps[dict[str, int]]:
+def average_state(optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group, talk: Group) -> Steps[dict[str, int]]:
     """Every rank of `group` calls it, with the same parameters in `held`; bytes handed to each kind of collective.
 
     talk: the same ranks, for what they agree on first; not counted.
@@ -59,7 +59,7 @@ def average_state(optimizer: Optimizer, held: Sequence[Held], group: Group, talk
     return num_bytes
 
 
-def _entries(optimizer: Optimizer, held: Sequence[Held]) -> list[tuple[int, str, Any]]:
+def _entries(optimizer: Optimizer, held: Sequence[OwnedSlice]) -> list[tuple[int, str, Any]]:
     return [(index, key, value) for index, each in enumerate(held) for key, value in optimizer.state.get(each.tensor, {}).items()]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshloom.checkpoint.format import Piece
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.optimizer.state import Held, StatePart
+from meshloom.optimizer.state import OwnedSlice, StatePart
 from meshloom.optimizer.whole_state import Gathered, whole_pieces
 from meshloom.parameters.shards import Shards
 
@@ -28,7 +28,7 @@ def outer_pieces(
     parts: list[StatePart] = []
     for name, tensor in momentum.items():
         if name in shards.pieces:
-            held = Held(name, nn.Parameter(tensor, requires_grad=False), 0, tensor.numel(), shards.pieces[name].shape, shards=shards)
+            held = OwnedSlice(name, nn.Parameter(tensor, requires_grad=False), 0, tensor.numel(), shards.pieces[name].shape, shards=shards)
             parts.append(StatePart(_key(name), held, tensor.reshape(-1)))
         else:
             ready.append(Piece(_key(name), tensor.reshape(-1), 0, tensor.numel(), tuple(tensor.shape)))

@@ -28,7 +28,7 @@ Read = Callable[[str, int, int], Tensor]  # of a key, elements from here to ther
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnedSlice:
     """What an optimizer updates here as one of its parameters, in place of parameter `name` [shape].
 
     `tensor` is elements `start` to `stop`, flat, of the parameter, or of this rank's part of it where `shards` divides it over tp.
@@ -53,11 +53,11 @@ class StatePart:
     """A state tensor's elements `held.start` to `held.stop` of this rank's part of the divided parameter: `tensor`, flat."""
 
     key: str
-    held: Held
+    held: OwnedSlice
     tensor: Tensor
 
 
-def state_pieces(optimizer: Optimizer, held: Sequence[Held], *, by_itself: bool = False) -> tuple[list[Piece], list[StatePart]]:
+def state_pieces(optimizer: Optimizer, held: Sequence[OwnedSlice], *, by_itself: bool = False) -> tuple[list[Piece], list[StatePart]]:
     """This rank's part of the state of `held`: what is ready to be saved, and what is still divided over tp.
 
     by_itself: what is saved whole comes with every slice, so that the part can be loaded without the other ranks' parts.
@@ -76,12 +76,12 @@ def state_pieces(optimizer: Optimizer, held: Sequence[Held], *, by_itself: bool 
     return pieces, parts
 
 
-def state_loader(of: Sequence[tuple[Optimizer, Sequence[Held]]]) -> Callable[[str, Sequence[int], Read], None]:
+def state_loader(of: Sequence[tuple[Optimizer, Sequence[OwnedSlice]]]) -> Callable[[str, Sequence[int], Read], None]:
     """Forgets these optimizers' state, and gives what replaces it by what was saved for what each holds, key by key.
 
     Its arguments: a saved key, the full shape behind it, and what reads it; other keys than those of optimizers change nothing.
     """
-    by_name: dict[str, list[tuple[Optimizer, Held]]] = {}
+    by_name: dict[str, list[tuple[Optimizer, OwnedSlice]]] = {}
     for optimizer, held in of:
         optimizer.state.clear()
         for each in held:
@@ -143,7 +143,7 @@ def _whole(path: str, value: Any) -> Piece:
     return Piece(path + _JSON, torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, len(text), (len(text),))
 
 
-def _load(path: str, held: Held, read: Read, shape: tuple[int, ...]) -> Any:
+def _load(path: str, held: OwnedSlice, read: Read, shape: tuple[int, ...]) -> Any:
     if path.endswith(_JSON):
         return from_json(json.loads(read(path, 0, shape[0]).numpy().tobytes()))
     count = 1

@@ -30,10 +30,10 @@ from meshloom.exchange.exchange import Ownership
 from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.clipping import clip
 from meshloom.optimizer.elementwise import Reach
-from meshloom.optimizer.state import Held, Read, StatePart, load_settings, settings, state_loader, state_pieces
+from meshloom.optimizer.state import OwnedSlice, Read, StatePart, load_settings, settings, state_loader, state_pieces
 from meshloom.optimizer.user_optimizer import Made, make_optimizers, make_schedulers, scheduler_values
 from meshloom.optimizer.whole import WholeParameters, divide
-from meshloom.optimizer.whole_from_parts import Kept, WholeFromParts
+from meshloom.optimizer.whole_from_parts import GatheredParameter, WholeFromParts
 from meshloom.optimizer.whole_state import whole_pieces
 from meshloom.parameters.shards import Shards
 
@@ -78,7 +78,7 @@ class Updater:
                 "parameter by itself, or Job(elementwise=True) if it does."
             )
         self._schedulers = make_schedulers(job, made.returned)
-        self._held: list[list[Held]] = []  # by optimizer
+        self._held: list[list[OwnedSlice]] = []  # by optimizer
         self._targets: list[nn.Parameter | None] = [None] * len(exchange.owned)  # whose .grad an owned slice's gradient becomes
         self._kept: list[nn.Parameter] = []  # whole parameters that this rank updates although it owns only slices or parts
         self._whole: WholeParameters | None = None
@@ -87,7 +87,7 @@ class Updater:
         self._counted = self._spoken_for() if self._shards.size > 1 and job.clip_grad_norm is not None else None
         if not divided:
             self._targets = [slice_.parameter for slice_ in exchange.owned]
-            held = lambda parameter: Held(names[id(parameter)], parameter, 0, parameter.numel(), tuple(parameter.shape))  # noqa: E731
+            held = lambda parameter: OwnedSlice(names[id(parameter)], parameter, 0, parameter.numel(), tuple(parameter.shape))  # noqa: E731
             self._held = [[held(parameter) for group in each.param_groups for parameter in group["params"]] for each in self._optimizers]
         else:
             self._divide(names, dict(named_parameters if parts is None else parts), reaches)
@@ -246,7 +246,7 @@ class Updater:
         keepers = _keepers({name: each.numel() for name, each in whole.items()}, everywhere, shards, num_owners)
         speaks = {name: along_dp[0] == here and along_tp[0] == shards.rank for name, (along_dp, along_tp) in keepers.items()}
 
-        def one(parameter: nn.Parameter) -> list[Held]:
+        def one(parameter: nn.Parameter) -> list[OwnedSlice]:
             name = names[id(parameter)]
             if name not in keepers:
                 return []
@@ -254,7 +254,7 @@ class Updater:
             if here not in along_dp or shards.rank not in along_tp:
                 return []
             self._kept.append(parameter)
-            return [Held(name, parameter, 0, parameter.numel(), tuple(parameter.shape), speaks[name])]
+            return [OwnedSlice(name, parameter, 0, parameter.numel(), tuple(parameter.shape), speaks[name])]
 
         for optimizer, how in zip(self._optimizers, reaches, strict=True):
             if how == "element":
@@ -276,23 +276,27 @@ class Updater:
             at_hand = [name for name in whole if name in shards.pieces and here in keepers[name][0]]
             held = {each.name for per_optimizer in self._held for each in per_optimizer}
             self._from_parts = WholeFromParts(
-                [Kept(name=name, part=parts[name], keepers=keepers[name][1], whole=whole[name] if name in held else None) for name in at_hand], shards
+                [
+                    GatheredParameter(name=name, part=parts[name], keepers=keepers[name][1], whole=whole[name] if name in held else None)
+                    for name in at_hand
+                ],
+                shards,
             )
 
-    def _slices(self, name: str, parts: Mapping[str, nn.Parameter], shape: torch.Size) -> list[Held]:
+    def _slices(self, name: str, parts: Mapping[str, nn.Parameter], shape: torch.Size) -> list[OwnedSlice]:
         """What this rank owns of its part of a parameter [shape]; nothing if it is of another stage."""
         if name not in parts:
             return []
         part = parts[name]
         shards = self._shards if name in self._shards.pieces else None
-        held: list[Held] = []
+        held: list[OwnedSlice] = []
         for index, slice_ in enumerate(self._exchange.owned):
             if slice_.parameter is part:
                 # A slice that is all of its parameter keeps the shape, so that a 0-dim parameter's state looks the same everywhere.
                 data = slice_.data().view(part.shape) if slice_.whole else slice_.data()
                 target = nn.Parameter(data, requires_grad=part.requires_grad) if self._exchange.owners else part
                 self._targets[index] = target
-                held.append(Held(name, target, slice_.start, slice_.stop, tuple(shape), shards=shards))
+                held.append(OwnedSlice(name, target, slice_.start, slice_.stop, tuple(shape), shards=shards))
         return held
 
     def _spoken_for(self) -> list[Tensor | bool]:
@@ -333,9 +337,9 @@ def _keepers(sizes: Mapping[str, int], everywhere: set[str], shards: Shards, num
     return keepers
 
 
-def _replace(optimizer: Optimizer, by: Callable[[nn.Parameter], list[Held]]) -> list[Held]:
+def _replace(optimizer: Optimizer, by: Callable[[nn.Parameter], list[OwnedSlice]]) -> list[OwnedSlice]:
     """Put what this rank updates in the place of each parameter, with the state that the optimizer has made for it (Adagrad does)."""
-    all_held: list[Held] = []
+    all_held: list[OwnedSlice] = []
     for group in optimizer.param_groups:
         parameters: list[nn.Parameter] = list(group["params"])
         held = [by(parameter) for parameter in parameters]
@@ -350,7 +354,7 @@ def _replace(optimizer: Optimizer, by: Callable[[nn.Parameter], list[Held]]) -> 
     return all_held
 
 
-def _cut(value: Any, parameter: nn.Parameter, piece: Held) -> Any:
+def _cut(value: Any, parameter: nn.Parameter, piece: OwnedSlice) -> Any:
     if not isinstance(value, Tensor) or piece.tensor is parameter:
         return value
     if value.ndim == 0 or value.shape != parameter.shape:

@@ -29,7 +29,7 @@ _Way = Literal["to keeper", "back"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class GatheredParameter:
     """A divided parameter: this rank's part, the ranks of tp that update all of it, and all of it on those."""
 
     name: str
@@ -44,7 +44,7 @@ class WholeFromParts:
     entries: in the same order on all ranks of tp.
     """
 
-    def __init__(self, entries: Sequence[Kept], shards: Shards) -> None:
+    def __init__(self, entries: Sequence[GatheredParameter], shards: Shards) -> None:
         self._entries = list(entries)
         self._pieces: list[Pieces] = [shards.pieces[each.name] for each in entries]
         self._shards = shards

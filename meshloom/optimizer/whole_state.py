@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.format import Piece
-from meshloom.checkpoint.tensor_file import Entry, Stream
+from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
@@ -76,7 +76,7 @@ def whole_pieces(
     slices = [(dtype, [rank[number] for rank in spans]) for number, (_, dtype) in enumerate(known.values())] if spans else []
     return Gathered(
         pieces=list(pieces.values()),
-        stream=Stream(entries=[Entry.of(each.name, each.tensor) for each in pieces.values()], run=run),
+        stream=Stream(entries=[TensorEntry.of(each.name, each.tensor) for each in pieces.values()], run=run),
         bytes_dp=sum(16 + _longest(each) * dtype.itemsize for dtype, each in slices),
         bytes_tp=sum(shards.gather_bytes(name, dtype) for name, dtype in known.values()),
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from meshloom.checkpoint.tensor_file import Entry, Stream, widest_first
+from meshloom.checkpoint.tensor_file import Stream, TensorEntry, widest_first
 from meshloom.comm import pieces as moves
 from meshloom.comm.group import Group
 from meshloom.comm.pieces import Pieces
@@ -121,7 +121,7 @@ class Shards:
         state = {name: each for name, each in model.state_dict().items() if not (isinstance(each, Tensor) and each.is_meta)}
         firsts = list(dict.fromkeys(self._first.get(name, name) for name in state))
         together = sorted(state, key=lambda name: firsts.index(self._first.get(name, name)))
-        entries = widest_first([Entry(name, self.whole_shape(name, state[name]), Entry.of(name, state[name]).dtype) for name in together])
+        entries = widest_first([TensorEntry(name, self.whole_shape(name, state[name]), TensorEntry.of(name, state[name]).dtype) for name in together])
 
         def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
             newest, whole = "", torch.empty(0)

@@ -14,7 +14,7 @@ from meshloom.pipeline.stages.cut import CutChoice
 from meshloom.pipeline.stages.cutting import choose_stages, line_of_plan, schedule_of
 from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.pipeline.stages.simulate import Simulated, simulate
-from meshloom.pipeline.stages.stage_traffic import Traffic, traffic_of_stages
+from meshloom.pipeline.stages.stage_traffic import StageTraffic, traffic_of_stages
 from meshloom.pipeline.stages.stages import Crossing, Stage, cut_into_stages, users_of
 from meshloom.pipeline.stages.stored_cuts import cut_before
 from meshloom.planner.readings import Readings
@@ -49,7 +49,7 @@ class StagePlan:
     sizes: tuple[int, ...]
     in_flight: tuple[int, ...]
     simulated: Simulated
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[StageTraffic, ...]
     source: str
     measured: bool
     better: tuple[Better, ...] = ()

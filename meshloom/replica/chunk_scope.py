@@ -16,7 +16,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, Rows, chunk_seed, seed_everything
 from meshloom.data.data import Chunk, to_device
-from meshloom.replica.buffers import RunningStatistics
+from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 
 class Observer(Protocol):

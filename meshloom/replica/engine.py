@@ -28,7 +28,7 @@ from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.replica.chunk_scope import ChunkScope
-from meshloom.replica.loss_sums import Tally
+from meshloom.replica.loss_sums import LossSums
 from meshloom.tensor_parallel.division import Division
 
 TakeTensor = Callable[[str, Tensor | None], None]
@@ -66,7 +66,7 @@ class Engine(ABC):
         """From now on `exchange` is told of gradients that are complete. Closing what is returned ends it."""
 
     @abstractmethod
-    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: Tally, recorder: Recorder | None = None) -> Steps[None]:
+    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None) -> Steps[None]:
         """Forward and backward of this replica's chunks that have samples. Then gradients are complete, and `tally` is on its way over the replicas."""
 
     @abstractmethod

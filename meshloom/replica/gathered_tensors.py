@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from meshloom.checkpoint.tensor_file import Entry, Stream, widest_first
+from meshloom.checkpoint.tensor_file import Stream, TensorEntry, widest_first
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.mesh import Axis
@@ -81,7 +81,9 @@ class GatheredTensors:
             self._sent["tp"]["all_gather"] += self._shards.weights_bytes(self._model)
             return self._shards.weights(self._model)
         state = self._model.state_dict()
-        entries = widest_first([Entry(name, self._shards.whole_shape(name, each), Entry.of(name, each).dtype) for name, each in state.items()])
+        entries = widest_first(
+            [TensorEntry(name, self._shards.whole_shape(name, each), TensorEntry.of(name, each).dtype) for name, each in state.items()]
+        )
         moves = self._moves
         first = moves and self._pp.rank == 0
 

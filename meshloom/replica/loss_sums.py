@@ -14,7 +14,7 @@ from meshloom.core.loss import as_sum
 from meshloom.data.chunks import Chunk
 
 
-class Tally:
+class LossSums:
     """sums: loss, weight, chunks, chunks whose loss was a mean over samples, ranks that were asked to stop; float64 [5].
 
     stopping: whether any was, once the sums are those of all ranks. keeps_own: whether `own_divisor` will be asked for.

@@ -23,11 +23,11 @@ from meshloom.optimizer.sparse_parameters import Sparse, sparse_parameters
 from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
-from meshloom.replica.batch_norm import unsynchronised
-from meshloom.replica.buffers import RunningStatistics
+from meshloom.replica.buffers.batch_norm import unsynchronised
+from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
-from meshloom.replica.loss_sums import Tally
+from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.not_finite import find_not_finite
 
 
@@ -66,7 +66,7 @@ class ModuleEngine(Engine):
             undo.callback(parameter.register_post_accumulate_grad_hook(exchange.gradient_ready).remove)
         return undo
 
-    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: Tally, recorder: Recorder | None = None) -> Steps[None]:
+    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None) -> Steps[None]:
         for chunk in chunks:
             self._seat.activity.enter("chunk", chunk.step, chunk.index)
             data = scope.data(chunk)
@@ -126,7 +126,7 @@ class ModuleEngine(Engine):
     def expected(self, axis: Axis) -> Counter[str]:
         return Counter()
 
-    def _complete(self, tally: Tally) -> None:
+    def _complete(self, tally: LossSums) -> None:
         tally.close()
         tally.start(self._seat.groups["dp"])
 

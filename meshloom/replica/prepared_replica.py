@@ -31,10 +31,10 @@ from meshloom.parameters.replica_check import bytes_per_comparison
 from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.store.stored import Stored
-from meshloom.replica.batch_norm import bytes_per_chunk, synchronise_batch_norm
+from meshloom.replica.buffers.batch_norm import bytes_per_chunk, synchronise_batch_norm
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
-from meshloom.replica.loss_sums import Tally
+from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import why_separate
@@ -76,7 +76,7 @@ class PreparedReplica:
         self._undo = ExitStack()
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(synchronise_batch_norm(self.model, seat.statistics))
-        self._tally = Tally(seat.device, keeps_own=EXCHANGES[plan.exchange].independent)
+        self._tally = LossSums(seat.device, keeps_own=EXCHANGES[plan.exchange].independent)
         self.engine: Engine = (
             ProgramEngine(job, plan, seat, dtype=dtype, timings=self.timings, stored=stored) if plan.reads else ModuleEngine(job, plan, seat)
         )

@@ -51,11 +51,11 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.fused_grad_accumulation import InPlace
 from meshloom.program.store.stored import Stored
-from meshloom.replica.buffers import RunningStatistics
+from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
 from meshloom.replica.gathered_tensors import GatheredTensors
-from meshloom.replica.loss_sums import Tally
+from meshloom.replica.loss_sums import LossSums
 from meshloom.tensor_parallel.division import Division
 from meshloom.tensor_parallel.loss_programs import LossPrograms
 
@@ -151,7 +151,7 @@ class ProgramEngine(Engine):
                 undo.callback(parameter.register_post_accumulate_grad_hook(self.microbatches.arrived).remove)
         return undo
 
-    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: Tally, recorder: Recorder | None = None) -> Steps[None]:
+    def run(self, chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums, recorder: Recorder | None = None) -> Steps[None]:
         self._exchange.begin_last_chunk()
         activity = self.seat.activity
         activity.follow(self.staging.schedule(len(chunks)).actions[self.pp.rank] if chunks else ())
@@ -259,7 +259,7 @@ class ProgramEngine(Engine):
         return flags
 
 
-def finish_of(chunks: Sequence[Chunk], scope: ChunkScope, tally: Tally) -> Callable[[int, Any], Tensor]:
+def finish_of(chunks: Sequence[Chunk], scope: ChunkScope, tally: LossSums) -> Callable[[int, Any], Tensor]:
     """Microbatch and what the loss returned for it, on the last stage -> where backward starts."""
 
     def finish(microbatch: int, returned: Any) -> Tensor:

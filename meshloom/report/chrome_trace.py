@@ -13,7 +13,7 @@ from typing import Any
 from meshloom.pipeline.schedules.check import needs
 from meshloom.pipeline.schedules.schedule import Action
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.telemetry.timeline import Row, Timeline
+from meshloom.telemetry.timeline import Timeline, TimelineRow
 
 DOING, WAITING = 0, 1  # tracks of a rank
 WHAT = {
@@ -45,7 +45,7 @@ def trace_text(timeline: Timeline) -> str:
     return json.dumps(chrome_trace(timeline)) + "\n"
 
 
-def _about(row: Row) -> list[dict[str, Any]]:
+def _about(row: TimelineRow) -> list[dict[str, Any]]:
     facts = [
         (DOING, "process_name", {"name": row.name}),
         (DOING, "process_sort_index", {"sort_index": row.rank}),
@@ -55,7 +55,7 @@ def _about(row: Row) -> list[dict[str, Any]]:
     return [{"ph": "M", "name": name, "pid": row.rank, "tid": track, "args": values} for track, name, values in facts]
 
 
-def _box(row: Row, span: Span, start: float) -> dict[str, Any]:
+def _box(row: TimelineRow, span: Span, start: float) -> dict[str, Any]:
     known = {"stage": span.stage, "microbatch": span.microbatch}
     return {
         "ph": "X", "name": span.name, "cat": WHAT[span.kind], "pid": row.rank, "tid": WAITING if span.kind == "wait" else DOING,
@@ -69,7 +69,7 @@ def _arrows(timeline: Timeline, start: float) -> Iterator[dict[str, Any]]:
     split = schedule.split
     for pipeline in timeline.windows:
         rows = [row for row in timeline.rows if (row.place.dp, row.place.tp) == pipeline]
-        boxes: dict[Action, tuple[Row, Span]] = {span.action: (row, span) for row in rows for span in row.actions if span.action}
+        boxes: dict[Action, tuple[TimelineRow, Span]] = {span.action: (row, span) for row in rows for span in row.actions if span.action}
         for action, (row, span) in boxes.items():
             for earlier in needs(action, schedule.num_stages, (action.stage + 1, action.microbatch) in split):
                 source, before = boxes[earlier]

@@ -15,7 +15,7 @@ from rich.text import Text
 from meshloom.core.units import how_many
 from meshloom.pipeline.schedules.spans import Span, SpanKind
 from meshloom.report.machine_tables import duration
-from meshloom.telemetry.timeline import Idle, Row, Timeline, idle_of
+from meshloom.telemetry.timeline import Idle, Timeline, TimelineRow, idle_of
 
 MIN_CELLS = 24  # of the grid
 HEADINGS = ("idle", "formula", "own")
@@ -76,7 +76,7 @@ def ticks(seconds: float, most: int) -> list[float]:
     return [round(number * step, 12) for number in range(int(seconds / step) + 1)]
 
 
-def _cells(timeline: Timeline, row: Row, cells: int, second: float, ascii_only: bool) -> Text:
+def _cells(timeline: Timeline, row: TimelineRow, cells: int, second: float, ascii_only: bool) -> Text:
     """The row itself. Ends of boxes are rounded to whole cells, so that boxes that meet in time meet in the drawing."""
     edge, shade = ("|", ".") if ascii_only else ("▏", "·")
     window = [_place(at, timeline, cells, second) for at in timeline.windows[row.place.dp, row.place.tp]]

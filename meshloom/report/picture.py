@@ -8,7 +8,7 @@ from typing import Any
 from meshloom.core.errors import ReportError
 from meshloom.pipeline.schedules.spans import ACTION_KINDS, Span, SpanKind
 from meshloom.report.drawing import EXPLANATION, WORDS, headline, ticks, time_unit
-from meshloom.telemetry.timeline import Row, Timeline, idle_of
+from meshloom.telemetry.timeline import Timeline, TimelineRow, idle_of
 
 # Okabe and Ito's colours, which can be told apart by people who are colour-blind, made lighter so that black labels can be read.
 COLOURS: dict[SpanKind, str] = {"F": "#8fc7ea", "B": "#f2b766", "I": "#f5e27a", "W": "#7fcbb0", "exchange": "#d9a5c3", "update": "#bdbdbd"}
@@ -76,7 +76,7 @@ def draw(timeline: Timeline, plan: str = "") -> Any:
     return figure
 
 
-def _draw_row(axes: Any, timeline: Timeline, row: Row, number: int) -> None:
+def _draw_row(axes: Any, timeline: Timeline, row: TimelineRow, number: int) -> None:
     from matplotlib.patches import Rectangle
 
     low, high = timeline.windows[row.place.dp, row.place.tp]

@@ -10,18 +10,18 @@ from functools import cached_property
 from typing import Any
 
 from meshloom.core.errors import PlanError, ReportError
-from meshloom.core.mesh import Place
+from meshloom.core.mesh import MeshCoordinates
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.spans import Span
 from meshloom.pipeline.schedules.timing import Durations, run_on_paper
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TimelineRow:
     """One rank. spans: in order of their start."""
 
     rank: int
-    place: Place
+    place: MeshCoordinates
     spans: tuple[Span, ...]
 
     @cached_property
@@ -50,7 +50,7 @@ class Timeline:
 
     step: int
     schedule: Schedule
-    rows: tuple[Row, ...]
+    rows: tuple[TimelineRow, ...]
     clock_error_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -92,12 +92,12 @@ class Timeline:
         """When the last span of any rank ends, whatever it is."""
         return max(span.stop for row in self.rows for span in row.spans)
 
-    def idle_seconds(self, row: Row) -> float:
+    def idle_seconds(self, row: TimelineRow) -> float:
         """Between the first forward's start and the last backward's end in its pipeline, how long a rank is in no action."""
         start, stop = self.windows[_pipeline(row)]
         return max(0.0, stop - start - row.busy_seconds)
 
-    def idle_share(self, row: Row) -> float:
+    def idle_share(self, row: TimelineRow) -> float:
         """The same as a share of that time."""
         start, stop = self.windows[_pipeline(row)]
         return self.idle_seconds(row) / (stop - start) if stop > start else 0.0
@@ -115,7 +115,7 @@ class Timeline:
         """Read what `to_dict` gives. Raises `ReportError` for anything else."""
         try:
             rows = tuple(
-                Row(rank=each["rank"], place=Place(**each["place"]), spans=tuple(span_from_list(span) for span in each["spans"]))
+                TimelineRow(rank=each["rank"], place=MeshCoordinates(**each["place"]), spans=tuple(span_from_list(span) for span in each["spans"]))
                 for each in values["ranks"]
             )
             schedule = Schedule.parse(values["schedule"])
@@ -137,7 +137,7 @@ def on_paper(schedule: Schedule, seconds: Callable[[Action], float], transfer_se
     """
     timed = run_on_paper(schedule, seconds, lambda before, after: transfer_seconds)
     rows = [
-        Row(rank=rank, place=Place(pp=rank), spans=tuple(_span(action, timed.starts[action], timed.ends[action]) for action in actions))
+        TimelineRow(rank=rank, place=MeshCoordinates(pp=rank), spans=tuple(_span(action, timed.starts[action], timed.ends[action]) for action in actions))
         for rank, actions in enumerate(schedule.actions)
     ]  # fmt: skip
     return Timeline(step=0, schedule=schedule, rows=tuple(rows))
@@ -164,7 +164,7 @@ def idle_of(timeline: Timeline) -> list[Idle]:
     equal = on_paper(timeline.schedule, Durations.alike(timeline.schedule.num_stages).of)
     own = {pipeline: on_paper(timeline.schedule, _mean_seconds(timeline, pipeline)) for pipeline in timeline.windows}
 
-    def share(paper: Timeline, row: Row) -> float:
+    def share(paper: Timeline, row: TimelineRow) -> float:
         return paper.idle_share(paper.rows[row.place.pp])
 
     return [
@@ -183,7 +183,7 @@ def _mean_seconds(timeline: Timeline, pipeline: tuple[int, int]) -> Callable[[Ac
     return lambda action: means[action.stage, action.kind]
 
 
-def _pipeline(row: Row) -> tuple[int, int]:
+def _pipeline(row: TimelineRow) -> tuple[int, int]:
     return row.place.dp, row.place.tp
 
 

@@ -13,7 +13,7 @@ import torch
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.asynchronous.run import AsynchronousRun
-from meshloom.asynchronous.state.settings import DEFAULT_SNAPSHOT_EVERY, Settings
+from meshloom.asynchronous.state.settings import DEFAULT_SNAPSHOT_EVERY, AsynchronousSettings
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError, TrainingError
 from meshloom.core.job import Job
@@ -111,7 +111,7 @@ class Trainer:
             for seat in self.world.local:
                 seat.activity.enter("setting up", 0)
             if self.plan.exchange == "async":
-                settings = Settings(
+                settings = AsynchronousSettings(
                     steps=self.steps, out=self.out, resume=earlier, overwrite=overwrite, dtype=dtype,
                     snapshot_every=snapshot_every if snapshot_every is not None else DEFAULT_SNAPSHOT_EVERY, circumstances=circumstances or Circumstances(),
                 )  # fmt: skip

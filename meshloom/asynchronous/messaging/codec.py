@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.asynchronous.messaging.handshake import DIGEST_BYTES, Ask, Hello, Tally, Terms, Welcome
-from meshloom.asynchronous.messaging.wire_format import CODES, Described, Header, Limits
+from meshloom.asynchronous.messaging.handshake import DIGEST_BYTES, Ask, Hello, Terms, Welcome, WorkerSeconds
 from meshloom.asynchronous.protocol.messages import (
     Apply,
     Back,
@@ -29,16 +28,17 @@ from meshloom.asynchronous.protocol.messages import (
     Give,
     Join,
     Keep,
-    Kept,
-    Kind,
     Leave,
-    Part,
+    ParametersPart,
     Push,
+    PushStaged,
     Rejoin,
-    Report,
+    ReportRequest,
     Restore,
-    Staged,
+    SnapshotKept,
+    SnapshotKind,
 )
+from meshloom.comm.messaging.wire_format import CODES, Described, FrameLimits, Header
 from meshloom.core.errors import JobError, MessageError
 from meshloom.exchange.exchange import Slice
 
@@ -60,23 +60,23 @@ _FORMS: dict[type, _Form] = {
     # worker -> server
     Ask: _Form(kind=1),
     Hello: _Form(kind=2, whole=("worker",)),
-    Tally: _Form(kind=3, whole=("worker",), other=("seconds", "computing", "reading")),
+    WorkerSeconds: _Form(kind=3, whole=("worker",), other=("seconds", "computing", "reading")),
     Join: _Form(kind=4, whole=("worker",)),
     Leave: _Form(kind=5, whole=("worker", "incarnation", "pushed")),
     Push: _Form(kind=6, whole=("worker", "incarnation", "ticket"), other=("loss", "norm")),
     # server -> worker
     Terms: _Form(kind=11),
     Welcome: _Form(kind=12, whole=("worker",)),
-    Part: _Form(kind=13, whole=("server", "incarnation", "ticket", "share", "version")),
+    ParametersPart: _Form(kind=13, whole=("server", "incarnation", "ticket", "share", "version")),
     Rejoin: _Form(kind=14, whole=("ticket",)),
     Done: _Form(kind=15),
     # server -> head
-    Staged: _Form(kind=21, whole=("server", "incarnation", "worker", "ticket"), other=("loss", "norm")),
+    PushStaged: _Form(kind=21, whole=("server", "incarnation", "worker", "ticket"), other=("loss", "norm")),
     Broken: _Form(kind=24, whole=("server", "worker")),
-    Kept: _Form(kind=22, whole=("server", "incarnation", "version")),
+    SnapshotKept: _Form(kind=22, whole=("server", "incarnation", "version")),
     Back: _Form(kind=23, whole=("server", "asked", "newest")),
     # head -> server
-    Report: _Form(kind=31, whole=("incarnation",)),
+    ReportRequest: _Form(kind=31, whole=("incarnation",)),
     Apply: _Form(kind=32, whole=("incarnation", "worker", "ticket", "version"), other=("loss", "norm", "rate")),
     Give: _Form(kind=33, whole=("incarnation", "worker", "ticket", "share", "version")),
     Keep: _Form(kind=34, whole=("incarnation", "version", "forget_before")),
@@ -86,24 +86,24 @@ _FORMS: dict[type, _Form] = {
 _KINDS = {form.kind: made for made, form in _FORMS.items()}
 _MAY_LACK = {(Hello, "worker"), (Leave, "incarnation"), (Leave, "pushed"), (Rejoin, "ticket"), (Back, "asked")}
 _NONE = {(Hello, "worker"), (Rejoin, "ticket"), (Back, "asked")}  # there -1 is None, elsewhere itself
-FROM_WORKERS = frozenset(_FORMS[each].kind for each in (Ask, Hello, Tally, Join, Leave, Push))
-TO_WORKERS = frozenset(_FORMS[each].kind for each in (Terms, Welcome, Part, Rejoin, Done))
-FROM_SERVERS = frozenset(_FORMS[each].kind for each in (Staged, Broken, Kept, Back))
-TO_SERVERS = frozenset(_FORMS[each].kind for each in (Report, Apply, Give, Keep, Drop, Restore))
+FROM_WORKERS = frozenset(_FORMS[each].kind for each in (Ask, Hello, WorkerSeconds, Join, Leave, Push))
+TO_WORKERS = frozenset(_FORMS[each].kind for each in (Terms, Welcome, ParametersPart, Rejoin, Done))
+FROM_SERVERS = frozenset(_FORMS[each].kind for each in (PushStaged, Broken, SnapshotKept, Back))
+TO_SERVERS = frozenset(_FORMS[each].kind for each in (ReportRequest, Apply, Give, Keep, Drop, Restore))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class ServerState:
     """What a server holds, as far as messages say it. slices: flat. buffers: by name; server 0 has them."""
 
     slices: tuple[Described, ...]
     buffers: Mapping[str, Described]
 
     @staticmethod
-    def of(division: Sequence[Sequence[Slice]], buffers: Mapping[str, Tensor]) -> list[Holding]:
+    def of(division: Sequence[Sequence[Slice]], buffers: Mapping[str, Tensor]) -> list[ServerState]:
         """Of all servers."""
         return [
-            Holding(
+            ServerState(
                 slices=tuple(_travelling(each.parameter.dtype, (each.stop - each.start,)) for each in slices),
                 buffers={name: _travelling(each.dtype, tuple(each.shape)) for name, each in buffers.items()} if number == 0 else {},
             )
@@ -117,13 +117,13 @@ class Holding:
         return 4 + sum(max(1, -(-prod(each.shape) // _elements(each.dtype))) for each in described)
 
 
-def limits_for(kinds: frozenset[int], holdings: Sequence[Holding] = ()) -> Limits:
+def limits_for(kinds: frozenset[int], holdings: Sequence[ServerState] = ()) -> FrameLimits:
     """What a peer of such messages takes at most."""
-    return Limits(kinds=kinds, num_tensors=max([2 + MOST_TEXTS, *(each.num_tensors for each in holdings)]), tensor_bytes=SLICE_BYTES)
+    return FrameLimits(kinds=kinds, num_tensors=max([2 + MOST_TEXTS, *(each.num_tensors for each in holdings)]), tensor_bytes=SLICE_BYTES)
 
 
-def encode(message: Any, holding: Holding | None = None) -> tuple[Header, list[Tensor]]:
-    """Header and tensors; the message's own tensors are not copied. holding: of the server that sends or gets a `Part` or `Push`."""
+def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, list[Tensor]]:
+    """Header and tensors; the message's own tensors are not copied. holding: of the server that sends or gets a `ParametersPart` or `Push`."""
     form = _FORMS[type(message)]
     whole = [-1 if (value := getattr(message, name)) is None else value for name in form.whole]
     tensors = [torch.tensor(whole, dtype=torch.int64), torch.tensor([getattr(message, name) for name in form.other], dtype=torch.float64)]
@@ -134,7 +134,7 @@ def encode(message: Any, holding: Holding | None = None) -> tuple[Header, list[T
             tensors += _encode_held(message.gradients, holding.slices) + _encode_held(
                 [changes.get(name) for name in holding.buffers], [*holding.buffers.values()]
             )
-        case Part():
+        case ParametersPart():
             assert holding
             buffers: Mapping[str, Tensor] = message.buffers or {}
             tensors += _encode_held(message.values, holding.slices) + _encode_held(
@@ -152,7 +152,7 @@ def encode(message: Any, holding: Holding | None = None) -> tuple[Header, list[T
     return Header(kind=form.kind), tensors
 
 
-def decode(header: Header, tensors: Sequence[Tensor], holding: Holding | None = None) -> Any:
+def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | None = None) -> Any:
     """The message. Raises `MessageError` for what `encode` would not have made of it, given the same holding."""
     made = _KINDS.get(header.kind)
     if made is None or header != Header(kind=header.kind):
@@ -169,17 +169,17 @@ def decode(header: Header, tensors: Sequence[Tensor], holding: Holding | None = 
         if value == -1 and (made, each) in _NONE:
             fields[each] = None
     rest = iter(tensors[2:])
-    if made is Push or made is Part:
+    if made is Push or made is ParametersPart:
         if holding is None:
             raise MessageError(f"A {name}, which says nothing to this peer.")
-        held = _decode_held(rest, holding.slices, name, all_there=made is Part)
-        states = _decode_held(rest, [*holding.buffers.values()], name, all_there=made is Part)
+        held = _decode_held(rest, holding.slices, name, all_there=made is ParametersPart)
+        states = _decode_held(rest, [*holding.buffers.values()], name, all_there=made is ParametersPart)
         found = {each: state for each, state in zip(holding.buffers, states, strict=True) if state is not None}
         fields |= {"gradients": held, "changes": found} if made is Push else {"values": held, "buffers": found if holding.buffers else None}
         if not holding.buffers:
             fields |= {"changes": None} if made is Push else {}
     elif made is Back:
-        fields["snapshots"] = {version: Kind(incarnation=incarnation, state=None) for version, incarnation in _rows(next(rest, None))}
+        fields["snapshots"] = {version: SnapshotKind(incarnation=incarnation, state=None) for version, incarnation in _rows(next(rest, None))}
     elif made is Keep:
         fields["state"] = None
     elif made is Terms:

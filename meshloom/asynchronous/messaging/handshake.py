@@ -35,7 +35,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Server 0 -> worker: a `Description` as JSON."""
+    """Server 0 -> worker: a `RunDescription` as JSON."""
 
     text: str
 
@@ -56,7 +56,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class WorkerSeconds:
     """Worker -> server 0: in the `seconds` that I was there, so many went into computing and into reading data."""
 
     worker: int
@@ -66,7 +66,7 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
+class RunDescription:
     """A run, as a worker needs to know it. facts: what must be equal. ports: of all servers, at the host of the first."""
 
     plan: str
@@ -77,11 +77,11 @@ class Description:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> Description:
+    def from_json(text: str) -> RunDescription:
         """Raises `EndpointError` for a text that is none."""
         try:
             values = json.loads(text)
-            return Description(plan=str(values["plan"]), facts=dict(values["facts"]), ports=[int(port) for port in values["ports"]])
+            return RunDescription(plan=str(values["plan"]), facts=dict(values["facts"]), ports=[int(port) for port in values["ports"]])
         except (ValueError, TypeError, KeyError):
             raise EndpointError(
                 "The server describes its run in a way that this version of meshloom does not know. Use the same version everywhere."

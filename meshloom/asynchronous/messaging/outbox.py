@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from meshloom.asynchronous.messaging.connections import Connections
-from meshloom.asynchronous.messaging.endpoint import Endpoint
-from meshloom.asynchronous.messaging.wire_format import Header
+from meshloom.comm.messaging.connections import Connections
+from meshloom.comm.messaging.endpoint import Endpoint
+from meshloom.comm.messaging.wire_format import Header
 from meshloom.core.errors import MessageError, PeerLostError
 
 MOST_WAITING = 10_000  # of what the head says to a server

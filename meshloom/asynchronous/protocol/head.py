@@ -31,14 +31,14 @@ from meshloom.asynchronous.protocol.messages import (
     Give,
     Join,
     Keep,
-    Kept,
-    Kind,
     Leave,
+    PushStaged,
     Rejoin,
-    Report,
+    ReportRequest,
     Restore,
     Sent,
-    Staged,
+    SnapshotKept,
+    SnapshotKind,
 )
 
 STARTS = 1 << 20  # incarnations that one start of a head may use: start n begins with n * STARTS
@@ -153,7 +153,7 @@ class Head:
     def start(self) -> Sent:
         """Ask all servers what they have."""
         self._reports = {}
-        return self._to_servers(Report(incarnation=self.incarnation))
+        return self._to_servers(ReportRequest(incarnation=self.incarnation))
 
     def receive(self, message: Any) -> Sent:
         """Of workers and servers."""
@@ -162,11 +162,11 @@ class Head:
                 return self._join(message.worker)
             case Leave():
                 return self._leave(message)
-            case Staged():
+            case PushStaged():
                 return self._staged(message)
             case Broken():
                 return self._broken(message)
-            case Kept():
+            case SnapshotKept():
                 return self._kept(message)
             case Back():
                 return self._back(message)
@@ -190,7 +190,7 @@ class Head:
         self._leaving: set[int] = set()  # when their push is applied
         self._leases: dict[int, _Lease] = {}  # by ticket
         self._applied: dict[int, int] = {}  # each worker's newest ticket that became an update
-        self._parts: dict[int, dict[int, Staged]] = {}  # by ticket and server
+        self._parts: dict[int, dict[int, PushStaged]] = {}  # by ticket and server
         self._tickets = 0
         self._keeping: dict[int, tuple[Any, set[int]]] = {}  # version -> the state, and who has kept it
         self._complete = -1  # the newest snapshot that all servers have
@@ -248,7 +248,7 @@ class Head:
 
     # --- Pushes.
 
-    def _staged(self, message: Staged) -> Sent:
+    def _staged(self, message: PushStaged) -> Sent:
         lease = self._leases.get(message.ticket) if message.incarnation == self.incarnation else None
         if lease is None or lease.worker != message.worker or self._reports is not None:
             return self._refuse(message)
@@ -256,7 +256,7 @@ class Head:
         parts[message.server] = message
         return self._apply(message.ticket, lease, parts[0]) if len(parts) == self._rules.num_servers else []
 
-    def _refuse(self, message: Staged) -> Sent:
+    def _refuse(self, message: PushStaged) -> Sent:
         sent: Sent = [(Address("server", message.server), Drop(incarnation=message.incarnation, worker=message.worker, ticket=message.ticket))]
         again = message.incarnation == self.incarnation and message.ticket <= self._applied.get(message.worker, -1)  # it came twice
         if message.server == 0 and not again:
@@ -276,7 +276,7 @@ class Head:
         sent = self._forget(worker) + self._give_out() if worker in self._clocks else []
         return [*sent, (Address("worker", worker), Done())]
 
-    def _apply(self, ticket: int, lease: _Lease, push: Staged) -> Sent:
+    def _apply(self, ticket: int, lease: _Lease, push: PushStaged) -> Sent:
         worker, age = lease.worker, self.version - lease.version
         del self._leases[ticket], self._parts[ticket]
         self._applied[worker] = ticket
@@ -308,7 +308,7 @@ class Head:
         self._keeping[self.version] = state, set()
         return self._to_servers(Keep(incarnation=self.incarnation, version=self.version, state=state, forget_before=self._complete))
 
-    def _kept(self, message: Kept) -> Sent:
+    def _kept(self, message: SnapshotKept) -> Sent:
         if message.incarnation != self.incarnation or message.version not in self._keeping:
             return []
         state, servers = self._keeping[message.version]
@@ -340,7 +340,7 @@ class Head:
         """Back to the newest snapshot that all servers have."""
         others = [report.snapshots for report in reports.values()]
 
-        def everywhere(version: int, kind: Kind) -> bool:
+        def everywhere(version: int, kind: SnapshotKind) -> bool:
             return all(version in each and each[version].incarnation == kind.incarnation for each in others)
 
         version = max(version for version, kind in reports[0].snapshots.items() if everywhere(version, kind))

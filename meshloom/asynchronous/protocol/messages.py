@@ -56,7 +56,7 @@ class Push:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ParametersPart:
     """Server -> worker: compute share `share` at the parameters after update `version`, of which these are mine.
 
     values: flat tensors, of each slice that the server holds. buffers: by name, from server 0 only.
@@ -84,7 +84,7 @@ class Done:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staged:
+class PushStaged:
     """Server -> head: my part of a push is here."""
 
     server: int
@@ -104,7 +104,7 @@ class Broken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class SnapshotKept:
     """Server -> head: my part of the snapshot after update `version` is in a safe place."""
 
     server: int
@@ -113,7 +113,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class SnapshotKind:
     """A snapshot that a server has. incarnation: in which it was taken. state: the head's, as JSON values."""
 
     incarnation: int
@@ -122,19 +122,19 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Back:
-    """Server -> head: what I have. asked: the incarnation of the `Report` that this answers; None: I have just started.
+    """Server -> head: what I have. asked: the incarnation of the `ReportRequest` that this answers; None: I have just started.
 
     snapshots: by version. newest: the newest update that I ever made, also before I was killed; server 0's is the history's.
     """
 
     server: int
     asked: int | None
-    snapshots: Mapping[int, Kind]
+    snapshots: Mapping[int, SnapshotKind]
     newest: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ReportRequest:
     """Head -> server: say what you have (`Back`)."""
 
     incarnation: int

@@ -17,14 +17,14 @@ from meshloom.asynchronous.protocol.messages import (
     Drop,
     Give,
     Keep,
-    Kept,
-    Kind,
-    Part,
+    ParametersPart,
     Push,
-    Report,
+    PushStaged,
+    ReportRequest,
     Restore,
     Sent,
-    Staged,
+    SnapshotKept,
+    SnapshotKind,
 )
 
 
@@ -48,7 +48,7 @@ class Holdings(Protocol):
 class Storage:
     """What survives a server that is killed. snapshots: by version, of what kind and what is in it. newest: the newest update that was made."""
 
-    snapshots: MutableMapping[int, tuple[Kind, Any]]
+    snapshots: MutableMapping[int, tuple[SnapshotKind, Any]]
     newest: int = field(default=0)
 
 
@@ -69,7 +69,7 @@ class Store:
 
     def receive(self, message: Any) -> Sent:
         """Of workers and the head."""
-        if isinstance(message, Report):
+        if isinstance(message, ReportRequest):
             return [self._back(message.incarnation)]
         if isinstance(message, Restore):
             return self._restore(message)
@@ -77,7 +77,7 @@ class Store:
         if isinstance(message, Push):
             if current:
                 self._pushes[message.ticket] = message
-            staged = Staged(
+            staged = PushStaged(
                 server=self._number, incarnation=message.incarnation, worker=message.worker, ticket=message.ticket,
                 loss=message.loss, norm=message.norm,
             )  # fmt: skip
@@ -94,17 +94,17 @@ class Store:
                 return []
             case Give():
                 values, buffers = holdings.values()
-                part = Part(
+                part = ParametersPart(
                     server=self._number, incarnation=self._incarnation, ticket=message.ticket, share=message.share,
                     version=message.version, values=values, buffers=buffers,
                 )  # fmt: skip
                 return [(Address("worker", message.worker), part)]
             case Keep():
                 kept = self._storage.snapshots
-                kept[message.version] = Kind(incarnation=self._incarnation, state=message.state), holdings.snapshot()
+                kept[message.version] = SnapshotKind(incarnation=self._incarnation, state=message.state), holdings.snapshot()
                 for version in [version for version in kept if version < message.forget_before]:
                     del kept[version]
-                return [(HEAD, Kept(server=self._number, incarnation=self._incarnation, version=message.version))]
+                return [(HEAD, SnapshotKept(server=self._number, incarnation=self._incarnation, version=message.version))]
             case Drop():
                 self._pushes.pop(message.ticket, None)
                 return []

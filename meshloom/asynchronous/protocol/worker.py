@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.asynchronous.protocol.messages import HEAD, Address, Done, Join, Leave, Part, Push, Rejoin, Sent
+from meshloom.asynchronous.protocol.messages import HEAD, Address, Done, Join, Leave, ParametersPart, Push, Rejoin, Sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Task:
     ticket: int
     share: int
     version: int
-    parts: Sequence[Part]
+    parts: Sequence[ParametersPart]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Worker:
         self.ended = False
         self._num_servers = num_servers
         self._newest = (-1, -1)  # incarnation and ticket of the newest part
-        self._parts: dict[int, Part] = {}  # of the newest ticket, by server
+        self._parts: dict[int, ParametersPart] = {}  # of the newest ticket, by server
         self._pushed = (-1, -1)
         self._leaving = False
 
@@ -59,7 +59,7 @@ class Worker:
         if self.ended:
             return []
         match message:
-            case Part():
+            case ParametersPart():
                 return self._part(message)
             case Rejoin():
                 if self.task or message.ticket not in (None, self._pushed[1]):
@@ -105,7 +105,7 @@ class Worker:
     def _join(self) -> tuple[Address, Join]:
         return HEAD, Join(worker=self.number)
 
-    def _part(self, part: Part) -> Sent:
+    def _part(self, part: ParametersPart) -> Sent:
         key = (part.incarnation, part.ticket)
         if key < self._newest or key == self._pushed:
             return []

@@ -12,11 +12,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from meshloom.asynchronous.messaging.endpoint import Refused
-from meshloom.asynchronous.messaging.handshake import Tally
+from meshloom.asynchronous.messaging.handshake import WorkerSeconds
 from meshloom.asynchronous.protocol.head import Expelled, Head, Restored, Snapshot, Update
-from meshloom.asynchronous.state.settings import Settings
+from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import due_path, snapshot_name
+from meshloom.comm.messaging.endpoint import Refused
 from meshloom.core.job import Job
 from meshloom.launch.world import peak_memory_bytes
 
@@ -27,7 +27,7 @@ _COUNT_SECONDS = 1.0  # between what is told of counts
 class Reports:
     """tell: takes one event. directory: of the run, with the snapshots of `num_servers` servers."""
 
-    def __init__(self, tell: Tell, directory: Path, num_servers: int, job: Job, settings: Settings) -> None:
+    def __init__(self, tell: Tell, directory: Path, num_servers: int, job: Job, settings: AsynchronousSettings) -> None:
         self._tell, self._directory, self._num_servers, self._job, self._settings = tell, directory, num_servers, job, settings
         self._present: set[int] = set()  # workers that have joined
         self._finished = False
@@ -57,7 +57,7 @@ class Reports:
             self._present.remove(worker)
             self._tell({"event": "worker", "worker": worker, "what": what})
 
-    def tally(self, tally: Tally) -> None:
+    def tally(self, tally: WorkerSeconds) -> None:
         """Where the time of a worker went."""
         self._tell({"event": "tally", **asdict(tally)})
 

@@ -18,23 +18,23 @@ from typing import Any
 import torch
 import zmq
 
-from meshloom.asynchronous.messaging.codec import FROM_SERVERS, FROM_WORKERS, TO_SERVERS, TO_WORKERS, Holding, decode, encode, limits_for
-from meshloom.asynchronous.messaging.connections import Connections
-from meshloom.asynchronous.messaging.endpoint import Endpoint
-from meshloom.asynchronous.messaging.handshake import Ask, Description, Hello, Tally, Terms, Welcome, digest_of, facts_of
-from meshloom.asynchronous.messaging.keys import read_server_key, read_worker_key
+from meshloom.asynchronous.messaging.codec import FROM_SERVERS, FROM_WORKERS, TO_SERVERS, TO_WORKERS, ServerState, decode, encode, limits_for
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, RunDescription, Terms, Welcome, WorkerSeconds, digest_of, facts_of
 from meshloom.asynchronous.messaging.outbox import Outbox
-from meshloom.asynchronous.messaging.sockets import Joined, Lost, Message, Patience
 from meshloom.asynchronous.protocol.head import STARTS, Head
-from meshloom.asynchronous.protocol.messages import HEAD, Address, Back, Broken, Join, Kept, Leave, Part, Push, Sent, Staged
+from meshloom.asynchronous.protocol.messages import HEAD, Address, Back, Broken, Join, Leave, ParametersPart, Push, PushStaged, Sent, SnapshotKept
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.roles.reports import Reports, Tell
 from meshloom.asynchronous.state.checkpoints import Start
 from meshloom.asynchronous.state.parameters import Content, Parameters, what_is_not_finite
-from meshloom.asynchronous.state.push_shares import Shares
-from meshloom.asynchronous.state.settings import Settings
-from meshloom.asynchronous.state.snapshots import Numbers, SnapshotFiles
+from meshloom.asynchronous.state.push_shares import PushShares
+from meshloom.asynchronous.state.settings import AsynchronousSettings
+from meshloom.asynchronous.state.snapshots import MappedNumbers, SnapshotFiles
 from meshloom.asynchronous.state.worker_model import WorkerReplica
+from meshloom.comm.messaging.connections import Connections
+from meshloom.comm.messaging.endpoint import Endpoint
+from meshloom.comm.messaging.keys import read_server_key, read_worker_key
+from meshloom.comm.messaging.sockets import Joined, Lost, ReceivedMessage, SocketLimits
 from meshloom.core.errors import JobError, MessageError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -44,29 +44,29 @@ from meshloom.launch.role import Role
 _LOOK_SECONDS = 0.1  # between looks at signals
 MOST_FOR_WORKERS = 100  # messages that wait for one: it is sent one share at a time, and hears little else
 _LAST_WORDS_SECONDS = 0.5  # how long workers that are going have for what they say last
-_HEAD_PATIENCE = Patience(queue_messages=1000)
+_HEAD_PATIENCE = SocketLimits(queue_messages=1000)
 
 
 class ServerProcess:
     """stop: signals that ask this process to end. tell: takes what the launcher should know."""
 
-    def __init__(self, role: Role, job: Job, plan: Plan, settings: Settings, stop: Sequence[int], tell: Tell) -> None:
+    def __init__(self, role: Role, job: Job, plan: Plan, settings: AsynchronousSettings, stop: Sequence[int], tell: Tell) -> None:
         self._role, self._job, self._plan, self._settings, self._stop = role, job, plan, settings, stop
         self._number = role.number
-        shares = Shares(job, plan)
+        shares = PushShares(job, plan)
         replica = WorkerReplica(job, plan, torch.device("cpu"), settings.dtype)
         self._whole = replica.whole
         self._first_model = weakref.ref(replica.model)
-        self._holdings = Holding.of(replica.division, dict(replica.model.named_buffers()))
+        self._holdings = ServerState.of(replica.division, dict(replica.model.named_buffers()))
         self._holding = self._holdings[self._number]
         facts = facts_of(job, plan, replica.model, shares.num_samples)
         self._digest = digest_of(facts)
         ports = [int(address.rpartition(":")[2]) for address in role.addresses]
-        self._description = Description(plan=str(plan), facts=facts, ports=ports)
+        self._description = RunDescription(plan=str(plan), facts=facts, ports=ports)
         start = Start.find(settings, job, plan, shares, replica.model)
         directory = role.path / f"server-{self._number}"
         files = SnapshotFiles(directory, (start.version, *start.snapshot(replica, self._number)))
-        self._numbers = Numbers(directory / "numbers")
+        self._numbers = MappedNumbers(directory / "numbers")
         self._storage = Storage(snapshots=files, newest=max(start.version, self._numbers.newest))
         self._held: Parameters | None = None
         self._store = Store(self._number, self._storage, self._hold)
@@ -117,7 +117,7 @@ class ServerProcess:
     def _look(self) -> None:
         for event in self._outer.poll(0.0):
             match event:
-                case Message():
+                case ReceivedMessage():
                     self._from_worker(event)
                 case Lost(peer):
                     self._lose_worker(peer)
@@ -127,7 +127,7 @@ class ServerProcess:
         if self._inner is not None:
             for event in self._inner.poll(0.0):
                 match event:
-                    case Message():
+                    case ReceivedMessage():
                         self._from_server(event)
                     case Lost(peer):
                         self._to_servers.forget(peer)
@@ -148,7 +148,7 @@ class ServerProcess:
 
     # --- Workers.
 
-    def _from_worker(self, event: Message) -> None:
+    def _from_worker(self, event: ReceivedMessage) -> None:
         try:
             message = decode(event.header, event.tensors, self._holding)
             worker = self._known.get(event.peer)
@@ -156,7 +156,7 @@ class ServerProcess:
                 self._to_workers.send(event.peer, *encode(Terms(text=self._description.to_json())))
             elif isinstance(message, Hello):
                 self._welcome(event.peer, message)
-            elif isinstance(message, Tally | Join | Leave | Push) and worker is not None and message.worker == worker:
+            elif isinstance(message, WorkerSeconds | Join | Leave | Push) and worker is not None and message.worker == worker:
                 self._take(message)
             else:
                 raise MessageError(f"A {type(message).__name__} of {'nobody who was let in' if worker is None else f'worker {worker}'}.")
@@ -182,7 +182,7 @@ class ServerProcess:
         self._workers[number], self._known[peer] = peer, number
         self._to_workers.send(peer, *encode(Welcome(worker=number)))
 
-    def _take(self, message: Tally | Join | Leave | Push) -> None:
+    def _take(self, message: WorkerSeconds | Join | Leave | Push) -> None:
         """Of a worker that was let in."""
         if isinstance(message, Push):
             if wrong := what_is_not_finite(message.gradients, message.loss, message.norm if self._job.clip_grad_norm is not None else 0.0):
@@ -192,7 +192,7 @@ class ServerProcess:
             self._send(self._store.receive(message))
         elif self._head is None:
             raise MessageError(f"A {type(message).__name__}, which is for server 0.")
-        elif isinstance(message, Tally):
+        elif isinstance(message, WorkerSeconds):
             self._reports.tally(message)
         else:
             self._send(self._head.receive(message))
@@ -213,11 +213,11 @@ class ServerProcess:
 
     # --- Servers and the head.
 
-    def _from_server(self, event: Message) -> None:
+    def _from_server(self, event: ReceivedMessage) -> None:
         message = decode(event.header, event.tensors)  # both ends are of this run, with keys that nobody else has
         if self._head is None:
             self._send(self._store.receive(message))
-        elif isinstance(message, Staged | Broken | Kept | Back):
+        elif isinstance(message, PushStaged | Broken | SnapshotKept | Back):
             self._servers[message.server] = event.peer
             self._send(self._head.receive(message))
 
@@ -238,7 +238,7 @@ class ServerProcess:
     def _send_worker(self, worker: int, message: Any) -> None:
         peer = self._workers.get(worker)
         if peer is not None:
-            if isinstance(message, Part):
+            if isinstance(message, ParametersPart):
                 self._reports.carried("pull", message.values, message.buffers)
             self._to_workers.send(peer, *encode(message, self._holding))
 

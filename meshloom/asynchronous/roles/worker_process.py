@@ -8,17 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from meshloom.asynchronous.messaging.codec import FROM_WORKERS, TO_WORKERS, Holding, decode, encode, limits_for
-from meshloom.asynchronous.messaging.connections import Connections
-from meshloom.asynchronous.messaging.handshake import Ask, Description, Hello, Tally, Terms, Welcome, digest_of, facts_of
-from meshloom.asynchronous.messaging.keys import WorkerKey
+from meshloom.asynchronous.messaging.codec import FROM_WORKERS, TO_WORKERS, ServerState, decode, encode, limits_for
+from meshloom.asynchronous.messaging.handshake import Ask, Hello, RunDescription, Terms, Welcome, WorkerSeconds, digest_of, facts_of
 from meshloom.asynchronous.messaging.outbox import Outbox
-from meshloom.asynchronous.messaging.sockets import Joined, Lost, Message
 from meshloom.asynchronous.protocol.messages import Sent
 from meshloom.asynchronous.protocol.worker import Worker
 from meshloom.asynchronous.roles.reports import Tell
-from meshloom.asynchronous.state.push_shares import Shares
+from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.worker_model import Computing
+from meshloom.comm.messaging.connections import Connections
+from meshloom.comm.messaging.keys import WorkerKey
+from meshloom.comm.messaging.sockets import Joined, Lost, ReceivedMessage
 from meshloom.core.errors import MessageError, PeerLostError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.1  # between looks at signals
 _LINGER_SECONDS = 10.0  # for the last push, when a worker goes
 
 
-def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int]) -> Description | None:
+def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int]) -> RunDescription | None:
     """What the run at HOST:PORT is; None if a signal came first. Raises `PeerLostError` if nobody answers, `EndpointError` if the key is not that run's."""
     deadline = time.monotonic() + timeout_seconds
     limits = limits_for(frozenset({encode(Ask())[0].kind, encode(Terms(text=""))[0].kind}))
@@ -37,10 +37,10 @@ def ask(address: str, key: WorkerKey, timeout_seconds: float, stop: Sequence[int
             for event in connections.poll(_LOOK_SECONDS):
                 if isinstance(event, Joined):
                     outbox.send(event.peer, *encode(Ask()))
-                elif isinstance(event, Message):
+                elif isinstance(event, ReceivedMessage):
                     answer = decode(event.header, event.tensors)
                     if isinstance(answer, Terms):
-                        return Description.from_json(answer.text)
+                        return RunDescription.from_json(answer.text)
     if stop:
         return None
     raise PeerLostError(f"Nobody at {address} says what its run is within {timeout_seconds:g} s. Give the address that meshloom train has printed.")
@@ -57,7 +57,7 @@ class WorkerProcess:
         self,
         job: Job,
         plan: Plan,
-        description: Description,
+        description: RunDescription,
         address: str,
         key: WorkerKey,
         timeout_seconds: float,
@@ -66,12 +66,12 @@ class WorkerProcess:
         replica: Computing,
     ) -> None:
         self._tell = tell
-        self._shares = Shares(job, plan)
+        self._shares = PushShares(job, plan)
         self._replica = replica
         facts = facts_of(job, plan, self._replica.model, self._shares.num_samples)
         description.check(facts)
         self._digest = digest_of(facts)
-        self._holdings = Holding.of(self._replica.division, dict(self._replica.model.named_buffers()))
+        self._holdings = ServerState.of(self._replica.division, dict(self._replica.model.named_buffers()))
         host = address.rpartition(":")[0]
         self._addresses = [address, *(f"{host}:{port}" for port in description.ports[1:])]
         self._key, self._stop, self._timeout_seconds = key, stop, timeout_seconds
@@ -111,7 +111,7 @@ class WorkerProcess:
                         self._greet(server)
                     case Lost(peer):
                         self._forget(peer)
-                    case Message():
+                    case ReceivedMessage():
                         self._hear(event)
             self._outbox.flush()
             if len(self._welcome) == len(self._addresses):
@@ -122,7 +122,7 @@ class WorkerProcess:
             self._compute()
         if self._number is not None:
             seconds = time.monotonic() - self._joined_at
-            self._send(0, Tally(worker=self._number, seconds=seconds, computing=self._computing, reading=self._reading))
+            self._send(0, WorkerSeconds(worker=self._number, seconds=seconds, computing=self._computing, reading=self._reading))
         self._empty(connections)
 
     def _empty(self, connections: Connections) -> None:
@@ -145,7 +145,7 @@ class WorkerProcess:
         self._peers.pop(server, None)
         self._welcome.discard(server)
 
-    def _hear(self, event: Message) -> None:
+    def _hear(self, event: ReceivedMessage) -> None:
         server = self._servers.get(event.peer)
         if server is None:
             return

@@ -11,10 +11,10 @@ from torch import nn
 
 from meshloom.asynchronous.protocol.head import first_state
 from meshloom.asynchronous.protocol.ledger import Ledger
-from meshloom.asynchronous.protocol.messages import Kind
+from meshloom.asynchronous.protocol.messages import SnapshotKind
 from meshloom.asynchronous.state.parameters import Content
-from meshloom.asynchronous.state.push_shares import Shares
-from meshloom.asynchronous.state.settings import Settings
+from meshloom.asynchronous.state.push_shares import PushShares
+from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.worker_model import Computing
 from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, passed_over, save
 from meshloom.comm.simulated import simulated_groups
@@ -58,7 +58,7 @@ class Start:
     checkpoint: Checkpoint | None
 
     @staticmethod
-    def find(settings: Settings, job: Job, plan: Plan, shares: Shares, model: nn.Module) -> Start:
+    def find(settings: AsynchronousSettings, job: Job, plan: Plan, shares: PushShares, model: nn.Module) -> Start:
         """At the checkpoint that the settings name, or at the beginning. Raises `CheckpointError` for one that this run cannot go on from."""
         if settings.resume is None:
             return Start(version=0, state=first_state(), checkpoint=None)
@@ -71,9 +71,9 @@ class Start:
         """A line about newer checkpoints that were passed over; "" if there are none."""
         return passed_over(self.checkpoint.path) if self.checkpoint else ""
 
-    def snapshot(self, replica: Computing, server: int) -> tuple[Kind, Content | None]:
+    def snapshot(self, replica: Computing, server: int) -> tuple[SnapshotKind, Content | None]:
         """What server `server` has then."""
-        kind = Kind(incarnation=0, state=self.state)
+        kind = SnapshotKind(incarnation=0, state=self.state)
         return kind, read_content(self.checkpoint, replica, server) if self.checkpoint else None
 
 
@@ -92,7 +92,7 @@ def read_content(checkpoint: Checkpoint, replica: Computing, server: int) -> Con
     )
 
 
-def read_state(checkpoint: Checkpoint, job: Job, plan: Plan, shares: Shares, model: nn.Module) -> Any:
+def read_state(checkpoint: Checkpoint, job: Job, plan: Plan, shares: PushShares, model: nn.Module) -> Any:
     """The head's state. A synchronous run has used the samples of as many whole batches as it has made steps.
 
     Raises `CheckpointError` if the checkpoint is of another model, or its data would not go on where it stopped.

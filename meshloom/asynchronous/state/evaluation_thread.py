@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshloom.asynchronous.state.settings import Settings
+from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
 from meshloom.asynchronous.state.snapshots import read_snapshot
 from meshloom.core.job import Job
@@ -15,7 +15,7 @@ from meshloom.core.job import Job
 class Look(threading.Thread):
     """At the snapshot of update `version`, whose files are `paths`, by server; they are removed. evaluation, saved, error: what came of it."""
 
-    def __init__(self, inspection: Inspection, settings: Settings, job: Job, version: int, paths: Sequence[Path]) -> None:
+    def __init__(self, inspection: Inspection, settings: AsynchronousSettings, job: Job, version: int, paths: Sequence[Path]) -> None:
         super().__init__(daemon=True)  # a run that ends early does not wait for it
         self.version = version
         self.evaluation: dict[str, float] | None = None

@@ -13,23 +13,23 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
-from meshloom.data.chunks import Chunk, Cut, cut_batch, share_of
+from meshloom.data.chunks import Chunk, ChunkRange, cut_batch, share_of
 from meshloom.data.data import build_dataset, is_stream
 from meshloom.data.map_data import Batches, ChunkSource, ReadRequest
 from meshloom.data.reading import ReadFailure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class PushShare:
     """Chunks `cuts` of the global batch of step `step`, which belongs to `epoch`; indices: of its samples in the dataset, in order."""
 
     epoch: int
     step: int
-    cuts: list[Cut]
+    cuts: list[ChunkRange]
     indices: list[int]
 
 
-class Shares:
+class PushShares:
     """The shares of a job's data under a plan. The data is read where this is."""
 
     def __init__(self, job: Job, plan: Plan) -> None:
@@ -60,14 +60,14 @@ class Shares:
         epoch, batch = divmod(step, self._batches.per_epoch)
         return epoch * self.per_epoch + next(number for number, (of, _) in enumerate(self._epoch) if of == batch)
 
-    def find(self, number: int) -> Share:
+    def find(self, number: int) -> PushShare:
         """Share `number`, from 0 over all epochs."""
         epoch, position = divmod(number, self.per_epoch)
         batch, replica = self._epoch[position]
         step = epoch * self._batches.per_epoch + batch
         _, indices = self._batches.of(step)
         cuts = [cut for cut in share_of(replica, cut_batch(len(indices), self._plan), self._plan) if cut.samples]
-        return Share(epoch=epoch, step=step, cuts=cuts, indices=indices[cuts[0].start : cuts[-1].stop])
+        return PushShare(epoch=epoch, step=step, cuts=cuts, indices=indices[cuts[0].start : cuts[-1].stop])
 
     def read(self, number: int) -> list[Chunk]:
         """The chunks of share `number`; `batch` of each is the share's number of samples. Raises `DataError` when the job's data fails."""

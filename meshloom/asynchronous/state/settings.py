@@ -20,7 +20,7 @@ DEFAULT_LISTEN = "127.0.0.1:0"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class AsynchronousSettings:
     """How a run goes beside its job and plan.
 
     steps: updates of the whole run. overwrite: whether an earlier run's checkpoints in `out` may go.
@@ -48,12 +48,12 @@ class Settings:
         return json.dumps({"steps": self.steps, "snapshot_every": self.snapshot_every, "timeout_seconds": self.timeout_seconds, **paths})
 
     @staticmethod
-    def from_json(text: str) -> Settings:
+    def from_json(text: str) -> AsynchronousSettings:
         """The inverse of `to_json`."""
         values: dict[str, Any] = json.loads(text)
         for name in ("out", "resume"):
             values[name] = Path(values[name]) if values[name] is not None else None
-        return Settings(**values)
+        return AsynchronousSettings(**values)
 
     def evaluates(self, job: Job, version: int) -> bool:
         """Whether the snapshot after update `version` is evaluated."""

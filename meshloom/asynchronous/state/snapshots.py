@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from meshloom.asynchronous.protocol.messages import Kind
+from meshloom.asynchronous.protocol.messages import SnapshotKind
 from meshloom.asynchronous.state.parameters import Content
 from meshloom.checkpoint.format import Piece, sync_directory
 from meshloom.checkpoint.tensor_file import write_tensors
@@ -29,29 +29,29 @@ _SUFFIX = ".safetensors"
 _NUMBERS = struct.Struct("<QQ")
 
 
-class SnapshotFiles(MutableMapping[int, tuple[Kind, "Content | None"]]):
+class SnapshotFiles(MutableMapping[int, tuple[SnapshotKind, "Content | None"]]):
     """The snapshots in `directory` by version; and until it is forgotten, the one that the run began with, which is in no file."""
 
-    def __init__(self, directory: Path, first: tuple[int, Kind, Content | None]) -> None:
+    def __init__(self, directory: Path, first: tuple[int, SnapshotKind, Content | None]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(".*"):
             path.unlink()  # what a kill left half-written
         self._directory = directory
-        self._first: tuple[int, Kind, Content | None] | None = first
+        self._first: tuple[int, SnapshotKind, Content | None] | None = first
         self._kinds = {int(path.stem): _read_kind(path) for path in directory.glob(f"*{_SUFFIX}")}
 
     def path(self, version: int) -> Path:
         """Of the file of a version that has one."""
         return self._directory / snapshot_name(version)
 
-    def __getitem__(self, version: int) -> tuple[Kind, Content | None]:
+    def __getitem__(self, version: int) -> tuple[SnapshotKind, Content | None]:
         if version in self._kinds:
             return read_snapshot(self.path(version))
         if self._first is not None and self._first[0] == version:
             return self._first[1:]
         raise KeyError(version)
 
-    def __setitem__(self, version: int, snapshot: tuple[Kind, Content | None]) -> None:
+    def __setitem__(self, version: int, snapshot: tuple[SnapshotKind, Content | None]) -> None:
         kind, content = snapshot
         assert content is not None
         temporary = self._directory / f".{version}"
@@ -77,7 +77,7 @@ class SnapshotFiles(MutableMapping[int, tuple[Kind, "Content | None"]]):
         return len(list(iter(self)))
 
 
-class Numbers:
+class MappedNumbers:
     """Two numbers of a server in a file that is mapped into memory: they are as the process left them, however it ended."""
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ def due_path(directory: Path, version: int, server: int) -> Path:
     return directory / "due" / f"{version:08d}-{server}{_SUFFIX}"
 
 
-def write_snapshot(path: Path, kind: Kind, content: Content) -> None:
+def write_snapshot(path: Path, kind: SnapshotKind, content: Content) -> None:
     """A new file, on the disk when this returns."""
     said = {
         "incarnation": kind.incarnation,
@@ -134,12 +134,12 @@ def write_snapshot(path: Path, kind: Kind, content: Content) -> None:
     write_tensors(path, {"said": text, **tensors})
 
 
-def read_snapshot(path: Path) -> tuple[Kind, Content]:
+def read_snapshot(path: Path) -> tuple[SnapshotKind, Content]:
     """What `write_snapshot` wrote, on the CPU."""
     tensors = load_file(path)
     said = json.loads(tensors["said"].numpy().tobytes())
     pieces = [Piece(key, tensors[f"piece-{number}"], start, stop, tuple(shape)) for number, (key, start, stop, shape) in enumerate(said["pieces"])]
-    return Kind(incarnation=said["incarnation"], state=said["state"]), Content.of_pieces(
+    return SnapshotKind(incarnation=said["incarnation"], state=said["state"]), Content.of_pieces(
         values=[tensors[f"value-{number}"] for number in range(said["values"])],
         buffers={name: tensors[f"buffer-{number}"] for number, name in enumerate(said["buffers"])},
         settings=said["settings"],
@@ -147,7 +147,7 @@ def read_snapshot(path: Path) -> tuple[Kind, Content]:
     )
 
 
-def _read_kind(path: Path) -> Kind:
+def _read_kind(path: Path) -> SnapshotKind:
     with safe_open(path, framework="pt") as file:
         said: Any = json.loads(file.get_tensor("said").numpy().tobytes())
-    return Kind(incarnation=said["incarnation"], state=said["state"])
+    return SnapshotKind(incarnation=said["incarnation"], state=said["state"])

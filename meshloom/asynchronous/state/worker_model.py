@@ -29,8 +29,8 @@ from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.clipping import sum_of_squares
 from meshloom.parameters.model import build_model, trainable
-from meshloom.replica.buffers import RunningStatistics
-from meshloom.replica.loss_sums import Tally
+from meshloom.replica.buffers.merged_buffers import RunningStatistics
+from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.metrics import MetricSums
 from meshloom.replica.not_finite import find_not_finite
 from meshloom.replica.trial_evaluation import naming
@@ -63,7 +63,7 @@ class WorkerReplica:
         self.division = divide_over_servers(named, plan.servers, whole=self.whole)
         self._names = [name for name, _ in named]
         self._gradients = Alone(named)
-        self._tally = Tally(device)
+        self._tally = LossSums(device)
         self._statistics = RunningStatistics(self.model, None, several=plan.microbatches > 1)
 
     def load(self, values: Sequence[Sequence[Tensor]], buffers: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ FIRST_BUCKET_BYTES = 2**20  # small, so that the first bucket leaves early
 
 
 @dataclass
-class Entry:
+class BucketEntry:
     """A parameter's place in its bucket: elements `start` to `stop`."""
 
     name: str
@@ -41,7 +41,7 @@ class Bucket:
     """One flat piece of gradients: `length` elements, zero-padded to the length of `flat`. number: its place in `GradientBuckets.buckets`."""
 
     number: int
-    entries: list[Entry]
+    entries: list[BucketEntry]
     flat: Tensor
     length: int
     missing: int = 0
@@ -202,9 +202,9 @@ def _extent(named: Sequence[tuple[str, nn.Parameter]], multiple: int, num_extra:
 
 
 def _bucket(number: int, named: Sequence[tuple[str, nn.Parameter]], flat: Tensor) -> Bucket:
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     length = 0
     for name, parameter in named:
-        entries.append(Entry(name, parameter, length, length + parameter.numel()))
+        entries.append(BucketEntry(name, parameter, length, length + parameter.numel()))
         length += parameter.numel()
     return Bucket(number=number, entries=entries, flat=flat, length=length)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.exchange.buckets.buckets import Bucket, Entry
+from meshloom.exchange.buckets.buckets import Bucket, BucketEntry
 from meshloom.exchange.buckets.error_feedback import ErrorFeedback
 from meshloom.exchange.buckets.reduction import Reduction
 
@@ -75,7 +75,7 @@ class PowerSGD(Reduction):
             total += num_elements * _precision(bucket.flat.dtype).itemsize
         return {"all_reduce": total}
 
-    def _compressed(self, bucket: Bucket) -> list[Entry]:
+    def _compressed(self, bucket: Bucket) -> list[BucketEntry]:
         shapes = [(entry, *_matrix_shape(entry)) for entry in bucket.entries]
         return [entry for entry, n, m in shapes if self._rank * (n + m) < n * m]
 
@@ -101,18 +101,18 @@ class _Matrix:
 
     columns: Tensor
 
-    def __init__(self, entry: Entry, value: Tensor) -> None:
+    def __init__(self, entry: BucketEntry, value: Tensor) -> None:
         self.name, self.start, self.stop = entry.name, entry.start, entry.stop
         self.value = value
         self.num_rows, self.num_columns = value.shape
 
     @staticmethod
-    def of(bucket: Bucket, entry: Entry) -> _Matrix:
+    def of(bucket: Bucket, entry: BucketEntry) -> _Matrix:
         value = bucket.flat[entry.start : entry.stop].view(_matrix_shape(entry))
         return _Matrix(entry, value.to(_precision(value.dtype), copy=True))
 
 
-def _matrix_shape(entry: Entry) -> tuple[int, int]:
+def _matrix_shape(entry: BucketEntry) -> tuple[int, int]:
     size = entry.stop - entry.start
     rows = entry.parameter.shape[0] if entry.parameter.ndim > 1 and size else 1
     return rows, size // rows

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from meshloom.asynchronous.messaging.keys import make_keys, write_key
-from meshloom.asynchronous.messaging.sockets import locate
+from meshloom.comm.messaging.keys import make_keys, write_key
+from meshloom.comm.messaging.sockets import locate
 from meshloom.core.errors import EndpointError
 from meshloom.launch.environment import role_environment
 from meshloom.launch.failure import EndedError
@@ -40,7 +40,7 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class RoleCommand:
     """What all processes run, a module, and what they are told: the job's FILE.py:NAME and its sys.argv after its name, the plan and the settings as text."""
 
     module: str
@@ -57,7 +57,7 @@ class ElasticProcesses:
     Raises `EndpointError` for an address that cannot be listened at.
     """
 
-    def __init__(self, program: Program, directory: Path, listen: str, *, num_servers: int, num_workers: int, ranks_per_worker: int = 1) -> None:
+    def __init__(self, program: RoleCommand, directory: Path, listen: str, *, num_servers: int, num_workers: int, ranks_per_worker: int = 1) -> None:
         self._program, self._directory, self._num_workers, self._ranks_per_worker = program, directory, num_workers, ranks_per_worker
         self._command = [sys.executable, "-m", program.module, str(directory)]
         self._stack = ExitStack()

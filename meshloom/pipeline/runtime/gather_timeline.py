@@ -9,13 +9,13 @@ from meshloom.comm.group import Group
 from meshloom.comm.network.clocks import clock_offsets
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.core.mesh import Place
+from meshloom.core.mesh import MeshCoordinates
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.schedules.spans import Span
-from meshloom.telemetry.timeline import Row, Timeline
+from meshloom.telemetry.timeline import Timeline, TimelineRow
 
 
-def gather_timeline(group: Group, spans: Sequence[Span], *, step: int, place: Place, schedule: Schedule) -> Steps[Timeline]:
+def gather_timeline(group: Group, spans: Sequence[Span], *, step: int, place: MeshCoordinates, schedule: Schedule) -> Steps[Timeline]:
     """A step of all ranks on rank 0's clock, on every rank; all of them call it right after the step.
 
     group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: counted from 1.
@@ -24,7 +24,7 @@ def gather_timeline(group: Group, spans: Sequence[Span], *, step: int, place: Pl
     mine = {"place": asdict(place), "spans": [asdict(span) for span in spans]}
     everyone = yield from collect(group, mine)
     rows = [
-        Row(rank=rank, place=Place(**each["place"]), spans=tuple(_shifted(Span(**span), -offset.seconds) for span in each["spans"]))
+        TimelineRow(rank=rank, place=MeshCoordinates(**each["place"]), spans=tuple(_shifted(Span(**span), -offset.seconds) for span in each["spans"]))
         for rank, (each, offset) in enumerate(zip(everyone, offsets, strict=True))
     ]  # fmt: skip
     start = min((span.start for row in rows for span in row.actions), default=0.0)

@@ -17,7 +17,7 @@ from meshloom.comm.group import Group
 from meshloom.core.job import LossFunction
 from meshloom.core.mesh import Axis
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
-from meshloom.pipeline.runtime.run import Both, Listener, PipelineRun
+from meshloom.pipeline.runtime.run import ActionListener, Both, PipelineRun
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
@@ -82,7 +82,7 @@ class Microbatches:
         self._around: Around | None = None
 
     def train(
-        self, batches: Sequence[Any], *, finish: Callable[[int, Any], Tensor], around: Around, listener: Listener | None = None
+        self, batches: Sequence[Any], *, finish: Callable[[int, Any], Tensor], around: Around, listener: ActionListener | None = None
     ) -> Mapping[Axis, Mapping[str, int]]:
         """Forward and backward of all; the bytes that this rank handed over: axis -> kind of operation -> bytes.
 

@@ -30,7 +30,7 @@ class Edge:
 
 
 @dataclass(frozen=True, order=True)
-class Message:
+class StageMessage:
     """All that one stage sends to another for one microbatch. made_by: the action whose end it leaves at."""
 
     source: int
@@ -51,10 +51,10 @@ class Step:
     """
 
     action: Action
-    receives: tuple[Message, ...]
-    awaits: tuple[Message, ...]
-    posts: tuple[tuple[Message, bool], ...]
-    stays: tuple[Message, ...]
+    receives: tuple[StageMessage, ...]
+    awaits: tuple[StageMessage, ...]
+    posts: tuple[tuple[StageMessage, bool], ...]
+    stays: tuple[StageMessage, ...]
 
 
 def steps_of(schedule: Schedule, edges: Iterable[Edge], durations: Durations | None = None, ahead: int = 1) -> tuple[tuple[Step, ...], ...]:
@@ -68,18 +68,18 @@ def steps_of(schedule: Schedule, edges: Iterable[Edge], durations: Durations | N
     return tuple(_steps_of_rank(schedule, rank, made, order, ahead) for rank in range(schedule.num_ranks))
 
 
-def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[Action, tuple[list[Message], list[Message]]]:
+def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[Action, tuple[list[StageMessage], list[StageMessage]]]:
     """Action -> messages that it needs, and messages that it makes; also those that stay on a rank."""
     split = schedule.split
-    found: dict[Action, tuple[list[Message], list[Message]]] = {action: ([], []) for _, action in schedule}
+    found: dict[Action, tuple[list[StageMessage], list[StageMessage]]] = {action: ([], []) for _, action in schedule}
     for edge in edges:
         for number in range(schedule.num_microbatches):
-            forward = Message(edge.source, edge.destination, number, Action(edge.source, "F", number))
+            forward = StageMessage(edge.source, edge.destination, number, Action(edge.source, "F", number))
             found[forward.made_by][1].append(forward)
             found[Action(edge.destination, "F", number)][0].append(forward)
             if edge.back:
                 made_by = Action(edge.destination, "I" if (edge.destination, number) in split else "B", number)
-                back = Message(edge.destination, edge.source, number, made_by)
+                back = StageMessage(edge.destination, edge.source, number, made_by)
                 found[made_by][1].append(back)
                 found[Action(edge.source, "I" if (edge.source, number) in split else "B", number)][0].append(back)
     return found
@@ -89,10 +89,10 @@ Pair = tuple[int, int]
 
 
 def _order_of_pairs(
-    schedule: Schedule, made: Mapping[Action, tuple[list[Message], list[Message]]], durations: Durations
-) -> dict[Pair, list[Message]]:
+    schedule: Schedule, made: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]], durations: Durations
+) -> dict[Pair, list[StageMessage]]:
     ends = run_on_paper(schedule, durations.of, lambda before, after: durations.transfer).ends
-    order: dict[Pair, list[Message]] = {}
+    order: dict[Pair, list[StageMessage]] = {}
     for action in sorted(made, key=lambda each: (ends[each], each)):
         for message in made[action][1]:
             pair = _pair(schedule, message)
@@ -101,7 +101,7 @@ def _order_of_pairs(
     return order
 
 
-def _pair(schedule: Schedule, message: Message) -> Pair:
+def _pair(schedule: Schedule, message: StageMessage) -> Pair:
     ranks = schedule.ranks[message.source], schedule.ranks[message.destination]
     return min(ranks), max(ranks)
 
@@ -109,19 +109,19 @@ def _pair(schedule: Schedule, message: Message) -> Pair:
 def _steps_of_rank(
     schedule: Schedule,
     rank: int,
-    made: Mapping[Action, tuple[list[Message], list[Message]]],
-    order: Mapping[Pair, Sequence[Message]],
+    made: Mapping[Action, tuple[list[StageMessage], list[StageMessage]]],
+    order: Mapping[Pair, Sequence[StageMessage]],
     ahead: int,
 ) -> tuple[Step, ...]:
     queues = {pair: deque(messages) for pair, messages in order.items() if rank in pair}
-    started: set[Message] = set()
+    started: set[StageMessage] = set()
     num_open = Counter[Pair]()  # receives that are started and not yet needed
     steps: list[Step] = []
 
-    def start_until(message: Message) -> list[tuple[Message, bool]]:
+    def start_until(message: StageMessage) -> list[tuple[StageMessage, bool]]:
         """What of the pair's order is still ahead of a message, and it."""
         queue = queues[_pair(schedule, message)]
-        begun: list[tuple[Message, bool]] = []
+        begun: list[tuple[StageMessage, bool]] = []
         while message not in started:
             first = queue.popleft()
             started.add(first)
@@ -130,9 +130,9 @@ def _steps_of_rank(
             begun.append((first, is_send))
         return begun
 
-    def start_ahead(pair: Pair) -> list[tuple[Message, bool]]:
+    def start_ahead(pair: Pair) -> list[tuple[StageMessage, bool]]:
         """Receives that come next in the pair's order, up to those that may be open."""
-        queue, begun = queues[pair], list[tuple[Message, bool]]()
+        queue, begun = queues[pair], list[tuple[StageMessage, bool]]()
         while queue and schedule.ranks[queue[0].source] != rank and num_open[pair] < ahead:
             begun.append((queue.popleft(), False))
             started.add(begun[-1][0])
@@ -152,5 +152,5 @@ def _steps_of_rank(
     return tuple(steps)
 
 
-def _crosses(schedule: Schedule, message: Message) -> bool:
+def _crosses(schedule: Schedule, message: StageMessage) -> bool:
     return schedule.ranks[message.source] != schedule.ranks[message.destination]

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.pipeline.runtime.point_to_point import Edge, Message, steps_of
+from meshloom.pipeline.runtime.point_to_point import Edge, StageMessage, steps_of
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.stages import Crossing
 from meshloom.program.ir.nodes import Meta
 
 
-class Listener(Protocol):
+class ActionListener(Protocol):
     """Who is told when actions begin and end."""
 
     def began(self, action: Action) -> None:
@@ -40,8 +40,8 @@ class Listener(Protocol):
 class Both:
     """Two listeners as one."""
 
-    first: Listener
-    second: Listener
+    first: ActionListener
+    second: ActionListener
 
     def began(self, action: Action) -> None:
         self.first.began(action)
@@ -68,9 +68,9 @@ class PipelineRun:
         self._values = _values_of(crossings, schedule)
         self._steps = [(step, _body(step.action, stages)) for step in steps_of(schedule, _edges(crossings))[group.rank]]
 
-    def run(self, listener: Listener | None = None) -> None:
+    def run(self, listener: ActionListener | None = None) -> None:
         """All actions, in order."""
-        arriving: dict[Message, tuple[list[Work], dict[str, Tensor]]] = {}
+        arriving: dict[StageMessage, tuple[list[Work], dict[str, Tensor]]] = {}
         sending: deque[tuple[Work, Tensor]] = deque()
         for step, body in self._steps:
             for message in step.receives:
@@ -97,12 +97,12 @@ class PipelineRun:
         while sending:
             sending.popleft()[0].wait()
 
-    def _receive(self, message: Message) -> tuple[list[Work], dict[str, Tensor]]:
+    def _receive(self, message: StageMessage) -> tuple[list[Work], dict[str, Tensor]]:
         source = self._ranks[message.source]
         tensors = {name: torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self._device) for name, meta in self._values[message]}
         return [self._group.recv(_flat(tensor), source) for tensor in tensors.values()], tensors
 
-    def _send(self, message: Message, made: Mapping[str, Tensor], sending: deque[tuple[Work, Tensor]]) -> None:
+    def _send(self, message: StageMessage, made: Mapping[str, Tensor], sending: deque[tuple[Work, Tensor]]) -> None:
         for name, meta in self._values[message]:
             value = made[name]
             if value.stride() != meta.stride:
@@ -110,7 +110,7 @@ class PipelineRun:
             flat = _flat(value)
             sending.append((self._group.send(flat, self._ranks[message.destination]), flat))
 
-    def _deliver(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
+    def _deliver(self, message: StageMessage, tensors: Mapping[str, Tensor]) -> None:
         stage = self._stages[message.destination]
         if message.destination > message.source:
             stage.give(message.microbatch, tensors)
@@ -123,17 +123,17 @@ def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], dic
     return {"F": stage.forward, "B": stage.backward, "I": stage.input_gradients, "W": stage.weight_gradients}[action.kind]
 
 
-def _values_of(crossings: Sequence[Sequence[Crossing]], schedule: Schedule) -> Mapping[Message, list[tuple[str, Meta]]]:
+def _values_of(crossings: Sequence[Sequence[Crossing]], schedule: Schedule) -> Mapping[StageMessage, list[tuple[str, Meta]]]:
     """Message -> the tensors in it, in order. None where what crosses differs between sizes of microbatches, and nothing does for this one."""
     split = schedule.split
-    found: defaultdict[Message, list[tuple[str, Meta]]] = defaultdict(list)
+    found: defaultdict[StageMessage, list[tuple[str, Meta]]] = defaultdict(list)
     for microbatch, of_size in enumerate(crossings):
         for each in of_size:
-            forward = Message(each.source, each.destination, microbatch, Action(each.source, "F", microbatch))
+            forward = StageMessage(each.source, each.destination, microbatch, Action(each.source, "F", microbatch))
             found[forward].append((each.value, each.meta))
             if each.meta.requires_grad:
                 made_by = Action(each.destination, "I" if (each.destination, microbatch) in split else "B", microbatch)
-                found[Message(each.destination, each.source, microbatch, made_by)].append((each.value, each.meta))
+                found[StageMessage(each.destination, each.source, microbatch, made_by)].append((each.value, each.meta))
     return found
 
 

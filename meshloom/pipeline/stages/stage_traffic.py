@@ -14,7 +14,7 @@ from meshloom.tensor_parallel.sent_bytes import Sent, sent_in_chunk
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class StageTraffic:
     """From `source` to `destination`, stages or ranks. forward_bytes go there, backward_bytes come back."""
 
     source: int
@@ -28,7 +28,7 @@ class Traffic:
         return self.forward_bytes + self.backward_bytes
 
 
-def traffic_of_stages(microbatches: Iterable[Iterable[Crossing]]) -> tuple[Traffic, ...]:
+def traffic_of_stages(microbatches: Iterable[Iterable[Crossing]]) -> tuple[StageTraffic, ...]:
     """Between stages, in a step. microbatches: of each, the values that cross (`Stage.incoming` of all its stages)."""
     found: dict[tuple[int, int], list[int]] = {}
     for crossings in microbatches:
@@ -37,19 +37,19 @@ def traffic_of_stages(microbatches: Iterable[Iterable[Crossing]]) -> tuple[Traff
             both[0] += each.num_bytes
             both[1] += each.num_bytes * each.meta.requires_grad
     return tuple(
-        Traffic(source=source, destination=destination, forward_bytes=there, backward_bytes=back)
+        StageTraffic(source=source, destination=destination, forward_bytes=there, backward_bytes=back)
         for (source, destination), (there, back) in sorted(found.items())
     )  # fmt: skip
 
 
-def traffic_of_ranks(microbatches: Iterable[Iterable[Crossing]], ranks: Sequence[int]) -> tuple[Traffic, ...]:
+def traffic_of_ranks(microbatches: Iterable[Iterable[Crossing]], ranks: Sequence[int]) -> tuple[StageTraffic, ...]:
     """The same between the ranks along pp that hold the stages; what stays on a rank is not sent. ranks: stage -> rank."""
-    found: dict[tuple[int, int], Traffic] = {}
+    found: dict[tuple[int, int], StageTraffic] = {}
     for each in traffic_of_stages(microbatches):
         pair = ranks[each.source], ranks[each.destination]
         if pair[0] != pair[1]:
             known = found.get(pair)
-            found[pair] = Traffic(
+            found[pair] = StageTraffic(
                 source=pair[0],
                 destination=pair[1],
                 forward_bytes=each.forward_bytes + (known.forward_bytes if known else 0),
@@ -58,7 +58,7 @@ def traffic_of_ranks(microbatches: Iterable[Iterable[Crossing]], ranks: Sequence
     return tuple(found[pair] for pair in sorted(found))
 
 
-def sent_by_rank(traffic: Iterable[Traffic], rank: int) -> int:
+def sent_by_rank(traffic: Iterable[StageTraffic], rank: int) -> int:
     """Bytes that one rank sends of the traffic between ranks: forward what its stages make, back the gradients of what they get."""
     return sum(each.forward_bytes * (each.source == rank) + each.backward_bytes * (each.destination == rank) for each in traffic)
 

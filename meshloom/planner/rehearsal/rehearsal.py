@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshloom.core.mesh import Axis, Place
+from meshloom.core.mesh import Axis, MeshCoordinates
 from meshloom.core.plan import Plan
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.schedules.spans import Span
@@ -74,7 +74,7 @@ class Rehearsal:
 
     plan: Plan
     threads: int
-    places: tuple[Place, ...]
+    places: tuple[MeshCoordinates, ...]
     steps: tuple[tuple[RankStep, ...], ...]
     held: tuple[HeldBytes, ...]
     schedule: Schedule | None = None

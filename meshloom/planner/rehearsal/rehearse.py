@@ -23,7 +23,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
-from meshloom.core.mesh import AXES, Axis, Mesh, Place
+from meshloom.core.mesh import AXES, Axis, Mesh, MeshCoordinates
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import amount
@@ -83,7 +83,7 @@ class _Rank:
     """A `Seat`, its clock, and its replica."""
 
     number: int
-    place: Place
+    place: MeshCoordinates
     groups: Mapping[Axis, RecordedGroup]
     statistics: RecordedGroup
     world: Group

@@ -22,24 +22,26 @@ from typing import Any, Self
 import zmq
 from torch import Tensor
 
-from meshloom.asynchronous.messaging.keys import WorkerKey
-from meshloom.asynchronous.messaging.line import Line
-from meshloom.asynchronous.messaging.sockets import Event, Patience, Sending, locate
-from meshloom.asynchronous.messaging.wire_format import Header, Limits, write_frames
+from meshloom.comm.messaging.keys import WorkerKey
+from meshloom.comm.messaging.server_connection import ServerConnection
+from meshloom.comm.messaging.sockets import Event, Sending, SocketLimits, locate
+from meshloom.comm.messaging.wire_format import FrameLimits, Header, write_frames
 from meshloom.core.errors import PeerLostError
 
 
 class Connections:
     """To the servers at these addresses (HOST:PORT), which need not be there yet. Raises `EndpointError` for addresses that cannot be."""
 
-    def __init__(self, addresses: Sequence[str], key: WorkerKey, limits: Limits, patience: Patience | None = None) -> None:
+    def __init__(self, addresses: Sequence[str], key: WorkerKey, limits: FrameLimits, patience: SocketLimits | None = None) -> None:
         for address in addresses:
             locate(address)
         self.limits = limits
         self._events: deque[Event] = deque()
         self._context: zmq.Context[Any] = zmq.Context()
         numbers = count(1)
-        self._lines = [Line(self._context, address, key, limits, patience or Patience(), self._events, numbers) for address in addresses]
+        self._lines = [
+            ServerConnection(self._context, address, key, limits, patience or SocketLimits(), self._events, numbers) for address in addresses
+        ]
 
     @property
     def peers(self) -> dict[int, str]:
@@ -98,7 +100,7 @@ class Connections:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(1.0 if kind is None else 0.0)
 
-    def _line_of(self, peer: int) -> Line:
+    def _line_of(self, peer: int) -> ServerConnection:
         for line in self._lines:
             if line.peer == peer:
                 return line

@@ -13,22 +13,22 @@ from typing import Any
 
 import zmq
 
-from meshloom.asynchronous.messaging.keys import WorkerKey
-from meshloom.asynchronous.messaging.sockets import (
+from meshloom.comm.messaging.keys import WorkerKey
+from meshloom.comm.messaging.sockets import (
     HANDSHAKE_SECONDS,
     Event,
     Joined,
     Lost,
-    Message,
-    Patience,
+    ReceivedMessage,
     Sending,
+    SocketLimits,
     Watch,
     locate,
     open_socket,
     receive,
     send,
 )
-from meshloom.asynchronous.messaging.wire_format import Buffer, Limits, read_frames
+from meshloom.comm.messaging.wire_format import Buffer, FrameLimits, read_frames
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _RETRY_SECONDS = 0.2
@@ -37,7 +37,7 @@ _MOST_BROKEN_HANDSHAKES = 5  # in a row; a single one may be a server that was k
 _HANDSHAKE_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
 
-class Line:
+class ServerConnection:
     """To the server at `address`. What happens goes to `events`; each connection takes its number from `numbers`."""
 
     def __init__(
@@ -45,8 +45,8 @@ class Line:
         context: zmq.Context[Any],
         address: str,
         key: WorkerKey,
-        limits: Limits,
-        patience: Patience,
+        limits: FrameLimits,
+        patience: SocketLimits,
         events: deque[Event],
         numbers: Iterator[int],
     ) -> None:
@@ -171,6 +171,6 @@ class Line:
         if self.peer is None:
             return
         try:
-            self._events.append(Message(self.peer, *read_frames([frame.buffer for frame in frames], self._limits)))
+            self._events.append(ReceivedMessage(self.peer, *read_frames([frame.buffer for frame in frames], self._limits)))
         except MessageError:
             self.num_refused += 1

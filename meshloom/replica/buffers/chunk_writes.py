@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import PeerLostError, TrainingError
 from meshloom.core.random import preserved_draws
-from meshloom.replica.recurrence import Unite, differ, factor_of, find_recurrences, finite, first_shift, flat, same, unflat
+from meshloom.replica.buffers.recurrence import Unite, differ, factor_of, find_recurrences, finite, first_shift, flat, same, unflat
 
 CHANGED, RESHAPED, LAST, READ, GROUP = range(5)  # facts about a buffer, one number each
 LOOK_EVERY = 100  # steps between looks at the values of buffers that have never changed; torch counts most writes

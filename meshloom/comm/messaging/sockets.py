@@ -17,7 +17,7 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
-from meshloom.asynchronous.messaging.wire_format import Buffer, Header, Limits
+from meshloom.comm.messaging.wire_format import Buffer, FrameLimits, Header
 from meshloom.core.errors import EndpointError
 
 _ENVELOPE_BYTES = 256  # what CURVE adds to a frame, and more
@@ -53,7 +53,7 @@ class Lost:
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class ReceivedMessage:
     """From a peer that is there. The tensors use the memory that the message arrived in, and may be written to."""
 
     peer: int
@@ -61,7 +61,7 @@ class Message:
     tensors: list[Tensor]
 
 
-Event: TypeAlias = Joined | Lost | Message
+Event: TypeAlias = Joined | Lost | ReceivedMessage
 
 
 class Sending:
@@ -86,7 +86,7 @@ class Sending:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class SocketLimits:
     """How long a peer may be silent, and how much may wait for it.
 
     lost_after_seconds: a peer whose machine or process does not answer is lost within this time (one that ended is lost at once). A tensor must be sent
@@ -103,7 +103,7 @@ class Patience:
             )
 
 
-def open_socket(context: zmq.Context[Any], kind: int, limits: Limits, patience: Patience) -> zmq.Socket[Any]:
+def open_socket(context: zmq.Context[Any], kind: int, limits: FrameLimits, patience: SocketLimits) -> zmq.Socket[Any]:
     """A socket that takes no larger frames, queues no more messages, and notices dead peers."""
     made: zmq.Socket[Any] = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)

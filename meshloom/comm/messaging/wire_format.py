@@ -73,7 +73,7 @@ class Header:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class FrameLimits:
     """What a peer takes and sends at most, known before anything arrives. Larger frames end the connection before their memory is taken.
 
     kinds: of messages. num_tensors: in one message. tensor_bytes: of one tensor.
@@ -110,7 +110,7 @@ class Described:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_frames(header: Header, tensors: Sequence[Tensor], limits: Limits) -> list[Buffer]:
+def write_frames(header: Header, tensors: Sequence[Tensor], limits: FrameLimits) -> list[Buffer]:
     """The header's bytes, then each tensor's memory itself (a copy only of tensors that are not contiguous).
 
     Raises `MessageError` for what the limits do not allow and for tensors that are not on the CPU or of a dtype that cannot travel.
@@ -120,7 +120,7 @@ def write_frames(header: Header, tensors: Sequence[Tensor], limits: Limits) -> l
     return [write_header(header, described), *(_memory(tensor) for tensor in tensors)]
 
 
-def read_frames(frames: Sequence[Buffer], limits: Limits) -> tuple[Header, list[Tensor]]:
+def read_frames(frames: Sequence[Buffer], limits: FrameLimits) -> tuple[Header, list[Tensor]]:
     """Header and tensors, which use the frames' memory (writable if the frames are). Raises `MessageError` for anything malformed."""
     if not frames:
         raise MessageError("A message without a header.")
@@ -144,7 +144,7 @@ def write_header(header: Header, tensors: Sequence[Described]) -> bytes:
     return b"".join(parts)
 
 
-def read_header(frame: Buffer, limits: Limits) -> tuple[Header, list[Described]]:
+def read_header(frame: Buffer, limits: FrameLimits) -> tuple[Header, list[Described]]:
     """Header and the tensors that it describes, within the limits. Raises `MessageError` for anything else."""
     if not _FIXED.size <= len(frame) <= limits.header_bytes:
         raise MessageError(f"A header of {len(frame)} bytes; it has {_FIXED.size} to {limits.header_bytes}.")
@@ -167,7 +167,7 @@ def read_header(frame: Buffer, limits: Limits) -> tuple[Header, list[Described]]
     return header, described
 
 
-def refuse_beyond(limits: Limits, header: Header, tensors: Sequence[Described]) -> None:
+def refuse_beyond(limits: FrameLimits, header: Header, tensors: Sequence[Described]) -> None:
     """Raise `MessageError` for a message that is not within the limits."""
     if header.kind not in limits.kinds:
         raise MessageError(f"A message of kind {header.kind}; known are {', '.join(map(str, sorted(limits.kinds)))}.")

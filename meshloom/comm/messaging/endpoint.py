@@ -23,9 +23,9 @@ import zmq
 from torch import Tensor
 from zmq.utils import z85
 
-from meshloom.asynchronous.messaging.keys import ServerKey
-from meshloom.asynchronous.messaging.sockets import Event, Joined, Lost, Message, Patience, Sending, Watch, locate, open_socket, receive, send
-from meshloom.asynchronous.messaging.wire_format import Header, Limits, read_frames, write_frames
+from meshloom.comm.messaging.keys import ServerKey
+from meshloom.comm.messaging.sockets import Event, Joined, Lost, ReceivedMessage, Sending, SocketLimits, Watch, locate, open_socket, receive, send
+from meshloom.comm.messaging.wire_format import FrameLimits, Header, read_frames, write_frames
 from meshloom.core.errors import EndpointError, MessageError, PeerLostError
 
 _MOST_AT_ONCE = 16  # messages of one poll
@@ -66,7 +66,7 @@ class Endpoint:
     listening: the descriptor of a socket that listens at that address already, which a server that is started again finds as it was.
     """
 
-    def __init__(self, address: str, key: ServerKey, limits: Limits, patience: Patience | None = None, listening: int | None = None) -> None:
+    def __init__(self, address: str, key: ServerKey, limits: FrameLimits, patience: SocketLimits | None = None, listening: int | None = None) -> None:
         host, port, six = locate(address)
         self.limits = limits
         self.refused = Refused()
@@ -79,7 +79,7 @@ class Endpoint:
         self._events: deque[Event] = deque()
         self._joined = 0
         self._context: zmq.Context[Any] = zmq.Context()
-        self._patience = patience or Patience()
+        self._patience = patience or SocketLimits()
         self._keys_shown: zmq.Socket[Any] = self._context.socket(zmq.REP)  # before anybody can connect: without it, every key would do
         self._keys_shown.setsockopt(zmq.LINGER, 0)
         self._keys_shown.bind("inproc://zeromq.zap.01")
@@ -206,7 +206,7 @@ class Endpoint:
                 self.refused.message("A message of nobody who is there.")
             return
         try:
-            self._events.append(Message(peer, *read_frames([frame.buffer for frame in frames], self.limits)))
+            self._events.append(ReceivedMessage(peer, *read_frames([frame.buffer for frame in frames], self.limits)))
         except MessageError as error:
             self.refused.message(str(error))
 

@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.replica.chunk_writes import ChunkWrites
-from meshloom.replica.norm_statistics import NormStatistics, norm_buffers, tracks
-from meshloom.replica.recurrence import Unite
+from meshloom.replica.buffers.chunk_writes import ChunkWrites
+from meshloom.replica.buffers.norm_statistics import NormStatistics, norm_buffers, tracks
+from meshloom.replica.buffers.recurrence import Unite
 
 RULE = "what the chunks write is merged in their order (docs/buffers.md)."
 

@@ -1,0 +1,1 @@
+"""Messages between peers that come and go, over ZeroMQ."""
