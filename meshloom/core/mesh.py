@@ -43,7 +43,7 @@ class Mesh:
 
     >>> mesh = Mesh(dp=2, pp=2, tp=2)
     >>> mesh.size, mesh.place(6), mesh.rank(MeshCoordinates(dp=1, pp=1, tp=0))
-    (8, Place(dp=1, pp=1, tp=0), 6)
+    (8, MeshCoordinates(dp=1, pp=1, tp=0), 6)
     >>> mesh.groups("dp")
     ((0, 2), (1, 3), (4, 6), (5, 7))
     """

@@ -43,9 +43,9 @@ def cut_batch(num_samples: int, plan: Plan, shares: Sequence[int] = ()) -> list[
     """All chunks of a batch of `num_samples`, in order: contiguous, larger ones first within a share. shares: as of `Plan.sizes`.
 
     >>> cut_batch(3, Plan(dp=2))
-    [Cut(index=0, start=0, stop=2), Cut(index=1, start=2, stop=3)]
+    [ChunkRange(index=0, start=0, stop=2), ChunkRange(index=1, start=2, stop=3)]
     >>> cut_batch(5, Plan(dp=2), (1, 4))
-    [Cut(index=0, start=0, stop=1), Cut(index=1, start=1, stop=5)]
+    [ChunkRange(index=0, start=0, stop=1), ChunkRange(index=1, start=1, stop=5)]
     """
     sizes = plan.sizes(num_samples, shares)
     return [ChunkRange(index, stop - size, stop) for index, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))]
