@@ -22,6 +22,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, seed_everything
 from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.run.execute import run_program
 from meshloom.program.store import programs as module
 from meshloom.tensor_parallel.loss_programs import LossPrograms
 from tests.families import FAMILIES
@@ -74,7 +75,7 @@ def follow(job: Job, batches: Sequence[Any]) -> list[int]:
         assert shapes is not None
         with KeyedDraws():
             wanted = gradients(model, partial(job.loss, model), batch)
-        program = partial(programs.whole(shapes).run, dict(model.named_parameters()), dict(model.named_buffers()))
+        program = partial(run_program, programs.whole(shapes), dict(model.named_parameters()), dict(model.named_buffers()))
         assert gradients(model, program, batch) == wanted
         found.append(programs.num_read)
     return found

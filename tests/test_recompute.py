@@ -262,7 +262,7 @@ def test_divided_programs_send_no_more_and_are_the_same_bit_for_bit(how: str):
             mine = {
                 name: nn.Parameter(_part(each.detach(), part.parameters[name], number).clone(), each.requires_grad) for name, each in named.items()
             }
-            loss = programs[number].run_flat(mine, dict(subject.model.named_buffers()), leaves, group=groups[number])[0]
+            loss = run_flat(programs[number], mine, dict(subject.model.named_buffers()), leaves, group=groups[number])[0]
             loss.backward()
             found[number] = [loss.detach(), *(each.grad for each in mine.values())]
 

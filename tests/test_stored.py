@@ -331,7 +331,7 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
         "planner.ranks.rank_shares",
         "planner.readings.costs",
     ]
-    kept += ["graph.shapes.read_once", "planner.divided.choose", "planner.staged.choose_stages", "planner.describe.predict_memory"]
+    kept += ["program.capture.shapes.read_once", "planner.divided.choose", "planner.staged_plan.choose_stages", "planner.describe.predict_memory"]
     with monkeypatch.context() as patched:
         for name in kept:
             patched.setattr(f"meshloom.{name}", None)

@@ -32,7 +32,7 @@ float64 unless it says otherwise: batches of six samples, cut into chunks of 2, 
 own code casts to float32, that is where it rounds. *ATen* counts the kinds of operators in what `torch.export` gives for the loss; where it gives
 nothing, the reason stands there.
 
-*Nodes* counts the operators of the program that `meshloom.graph` reads from the training loss; where it refuses, the reason stands there. The columns
+*Nodes* counts the operators of the program that `meshloom.program` captures from the training loss; where it refuses, the reason stands there. The columns
 behind it are the largest error of that program against eager, of any output, gradient or buffer, on two batches that it was not read from; "0" is
 equality to the last bit.
 
