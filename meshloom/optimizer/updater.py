@@ -234,7 +234,7 @@ class Updater:
         """
         owners, shards, one_copy = self._exchange.owners, self._shards, self._exchange.one_copy
         assert not (one_copy and "optimizer" in reaches), "every rank would update the one copy"
-        num_owners, num_ranks, here = (self._exchange.num_owners, owners.size, owners.rank) if owners else (1, 1, 0)
+        num_owners, here = (self._exchange.num_owners, owners.rank) if owners else (1, 0)
         whole: dict[str, nn.Parameter] = {}
         everywhere: set[str] = set()
         for optimizer, how in zip(self._optimizers, reaches, strict=True):
@@ -243,7 +243,7 @@ class Updater:
                 mine = {name: parameter for name, parameter in mine.items() if name in parts}  # others are of other stages
                 whole |= mine
                 everywhere |= mine.keys() if how == "optimizer" else set()
-        keepers = _keepers({name: each.numel() for name, each in whole.items()}, everywhere, shards, num_owners, num_ranks)
+        keepers = _keepers({name: each.numel() for name, each in whole.items()}, everywhere, shards, num_owners)
         speaks = {name: along_dp[0] == here and along_tp[0] == shards.rank for name, (along_dp, along_tp) in keepers.items()}
 
         def one(parameter: nn.Parameter) -> list[OwnedSlice]:
@@ -321,14 +321,12 @@ def _scaled(optimizer: Optimizer, rate: float) -> Iterator[None]:
             group["lr"] = learning_rate
 
 
-def _keepers(
-    sizes: Mapping[str, int], everywhere: set[str], shards: Shards, num_owners: int, num_ranks: int
-) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+def _keepers(sizes: Mapping[str, int], everywhere: set[str], shards: Shards, num_owners: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """The ranks along dp and, of those, along tp that update all of a parameter: one rank, or all that look at everything.
 
     Those that every rank of tp holds whole are kept by all of these.
     """
-    everyone = tuple(range(num_ranks)), tuple(range(shards.size))
+    everyone = tuple(range(num_owners)), tuple(range(shards.size))
     keepers = dict.fromkeys(everywhere, everyone)
     undivided = [name for name in sizes if name not in everywhere and name not in shards.pieces]
     for name, rank in zip(undivided, divide([sizes[name] for name in undivided], num_owners), strict=True):
